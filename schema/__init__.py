@@ -21,8 +21,11 @@ from .fingerprint import Fingerprint
 from .reduction import (
     RowReduction,
     association,
+    local_association,
     rank_association,
     row_reduction,
+    run_of,
+    run_tree,
     supported_tensor_parallel_sizes,
 )
 from .vocabulary import VocabularySegments, vocabulary_segments
@@ -42,8 +45,11 @@ __all__ = [
     "VocabularySegments",
     "association",
     "get_contract",
+    "local_association",
     "rank_association",
     "row_reduction",
+    "run_of",
+    "run_tree",
     "split_bound_name",
     "supported_tensor_parallel_sizes",
     "vocabulary_segments",

@@ -70,12 +70,14 @@ class RowLinearRule:
 class LogprobRule:
     """From logits to the logprob of the sampled token.
 
-    Logits, temperature division and log-softmax are in `dtype`. `gather`: shards are gathered and
+    The lm_head product leaves its fp32 accumulator as `logits_dtype`; temperature division and
+    log-softmax are in `dtype`. `gather`: shards are gathered and
     cut to the real vocabulary first. `segments`: max and sum-exp of `num_segments` fixed segments
     of the real vocabulary, each a multiple of `segment_multiple` columns, combined in a fixed tree.
     """
 
     order: Literal["gather", "segments"]
+    logits_dtype: DType
     dtype: DType = "float32"
     num_segments: int = 8
     segment_multiple: int = 64
@@ -106,7 +108,7 @@ _V1 = TrueOnPolicyContract(
     summary="the published SGLang order: 128-wide K tiles carried in bf16, runs then a tree",
     families=("qwen3_dense", "qwen2_dense"),
     row_linear=RowLinearRule(order="tiles", leaf_dtype="bfloat16", bias="rank0", tile=128),
-    logprob=LogprobRule(order="gather"),
+    logprob=LogprobRule(order="gather", logits_dtype="bfloat16"),
 )
 
 _V2 = TrueOnPolicyContract(
@@ -114,7 +116,7 @@ _V2 = TrueOnPolicyContract(
     summary="S segments of the global K in an fp32 tree, one rounding at the end",
     families=("qwen3_dense", "qwen2_dense"),
     row_linear=RowLinearRule(order="segments", leaf_dtype="float32", bias="root", max_segments=8),
-    logprob=LogprobRule(order="segments"),
+    logprob=LogprobRule(order="segments", logits_dtype="float32"),
 )
 
 CONTRACTS: Mapping[str, TrueOnPolicyContract] = MappingProxyType({c.name: c for c in (_V1, _V2)})

@@ -170,6 +170,29 @@ def supported_tensor_parallel_sizes(
     return tuple(sizes)
 
 
+def run_tree(num_leaves: int, run: int) -> Association:
+    """Runs of `run` leaves added left to right, then a balanced tree over the runs."""
+    runs = num_leaves // run
+    if run < 1 or runs * run != num_leaves or runs & (runs - 1):
+        raise ValueError(f"{num_leaves} leaves are not a power of two of runs of {run}")
+    return _tree_of_runs(0, runs, run)
+
+
+def run_of(node: Association) -> int:
+    """The run length for which `run_tree(leaves, run)` is this association.
+
+    Two integers, leaves and run, are what a kernel is compiled for; this is where they come from.
+    """
+    leaves = _leaf_count(node)
+    run = leaves
+    while run:
+        if leaves % run == 0 and (leaves // run) & (leaves // run - 1) == 0:
+            if run_tree(leaves, run) == node:
+                return run
+        run -= 1
+    raise ValueError(f"not runs followed by a balanced tree: {node}")
+
+
 def rank_association(tensor_parallel_size: int) -> Association:
     """How the ranks' partial sums are added: the top of the same tree."""
     _check_power_of_two("tensor_parallel_size", tensor_parallel_size, 8)

@@ -39,10 +39,15 @@ class VocabularySegments:
 
 
 def vocabulary_segments(contract_name: str, vocab_size: int) -> VocabularySegments:
-    """Segments of a real vocabulary: the width is a multiple of 64, `64 * ceil(V / 512)` for 8."""
+    """Segments of a real vocabulary: the width is a multiple of 64, `64 * ceil(V / 512)` for 8.
+
+    Where the contract gathers the shards first, the whole real vocabulary is one segment.
+    """
     rule = get_contract(contract_name).logprob
     if vocab_size < 1:
         raise ValueError(f"vocab_size={vocab_size} must be positive")
+    if rule.order == "gather":
+        return VocabularySegments(vocab_size=vocab_size, num_segments=1, width=vocab_size)
     block = rule.num_segments * rule.segment_multiple
     return VocabularySegments(
         vocab_size=vocab_size,
