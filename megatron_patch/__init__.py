@@ -1,0 +1,1 @@
+"""Differentiable Megatron-core layers that reproduce the rollout's numbers."""

@@ -1,0 +1,1 @@
+"""Causal attention over packed sequences."""

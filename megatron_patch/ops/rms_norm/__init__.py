@@ -1,0 +1,1 @@
+"""RMSNorm with an fp32 residual stream."""

@@ -1,0 +1,1 @@
+"""SGLang plugin: the rollout side of true on-policy reinforcement learning."""

@@ -1,0 +1,71 @@
+"""Digests that both sides compute: of the vendored text, and of sharded weights."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+
+from ..schema.fingerprint import text_digest
+
+# Odd 64-bit constants of splitmix64 (Steele, Lea & Flood, 2014), as signed integers.
+_GOLDEN = -7046029254386353131
+_MIX_1 = -4658895280553007687
+_MIX_2 = -7723592293110705685
+_CHUNK = 1 << 22
+
+
+def source_digest(folder: Path) -> str:
+    """SHA-256 (hex) over the Python files below `folder`, by relative name and content."""
+    files = {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.py")
+    }
+    if not files:
+        raise ValueError(f"no Python files below {folder}")
+    return text_digest(files)
+
+
+def table_digest(table: torch.Tensor) -> str:
+    """SHA-256 (hex) over the bytes of a tensor, for the RoPE table."""
+    return hashlib.sha256(table.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
+
+
+def _mix(z: torch.Tensor) -> torch.Tensor:
+    # int64 arithmetic wraps; masking after >> makes the shift a logical one.
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _MIX_1
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _MIX_2
+    return z ^ ((z >> 31) & 0x1FFFFFFFF)
+
+
+def shard_digest(shard: torch.Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> int:
+    """A shard's contribution to its tensor's digest, as an unsigned 64-bit number.
+
+    `shard` is the block `[rows, columns]` (half-open ranges) of a global matrix whose width is at
+    most 2**31; a vector is one column. Contributions of disjoint shards add modulo 2**64, so every
+    sharding of the same bits has the same sum. Raises `ValueError` when the ranges do not fit.
+    """
+    matrix = shard.detach().reshape(shard.shape[0], -1)
+    expected = (rows[1] - rows[0], columns[1] - columns[0])
+    if tuple(matrix.shape) != expected:
+        raise ValueError(f"shard_digest: shard {tuple(matrix.shape)} is not {expected}")
+    integer = {2: torch.int16, 4: torch.int32}[matrix.element_size()]
+    column_ids = torch.arange(columns[0], columns[1], device=matrix.device, dtype=torch.int64)
+    total = 0
+    step = max(1, _CHUNK // max(1, matrix.shape[1]))
+    for start in range(0, matrix.shape[0], step):
+        block = matrix[start : start + step].contiguous().view(integer).to(torch.int64)
+        row_ids = torch.arange(
+            rows[0] + start, rows[0] + start + block.shape[0], device=matrix.device
+        )
+        place = (row_ids[:, None] << 31) + column_ids[None, :]
+        total += int(_mix(_mix(place * _GOLDEN) + block).sum().item())
+    return total & 0xFFFFFFFFFFFFFFFF
+
+
+def weights_digest(tensors: dict[str, int]) -> str:
+    """SHA-256 (hex) over the per-tensor sums of all shards, by Hugging Face name."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(f"{name}={tensors[name] & 0xFFFFFFFFFFFFFFFF:016x}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Log-softmax over fixed segments of the real vocabulary."""
