@@ -1,0 +1,127 @@
+"""KernelPolicy: contract x profile x layout, what each side must switch on.
+
+Every number comes from `schema`; this file only asks it for one model's layers and keeps the
+answers, so that plan, report and error messages show the order that the kernels will follow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, Mapping
+
+from .layout import Layout
+from .profiles import ModelProfile
+from .schema import DEFAULT_CONTRACT, get_contract, row_reduction, vocabulary_segments
+
+Device = Literal["cpu", "cuda"]
+CONTRACT_OFF = "off"
+
+ATTENTION_BACKENDS: Mapping[str, str] = MappingProxyType({"cuda": "fa3", "cpu": "reference"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLinearPolicy:
+    """One row-parallel layer: the path of its sum, and how many leaves each rank of a side owns."""
+
+    layer: str
+    k_global: int
+    path: str
+    num_leaves: int
+    leaf_dtype: str
+    rollout_leaves_per_rank: int
+    train_leaves_per_rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabularyPolicy:
+    """The log-softmax: its order and the trainer's table, `num_segments * width` rows in all."""
+
+    order: str
+    vocab_size: int
+    num_segments: int
+    width: int
+    padded_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelPolicy:
+    """What is numerically in force. `rollout_patched` is False only for the control `off`: a stock
+    rollout against a trainer that still follows `contract`, which must not come out exact."""
+
+    contract: str
+    contract_digest: str
+    rollout_patched: bool
+    segments: int
+    attention_backend: str
+    row_linears: tuple[RowLinearPolicy, ...]
+    vocabulary: VocabularyPolicy
+
+
+def effective_contract(name: str) -> str:
+    """The contract that the trainer follows: `name` itself, or the default for the control `off`."""
+    return DEFAULT_CONTRACT if name == CONTRACT_OFF else get_contract(name).name
+
+
+def check_family(contract: str, profile: ModelProfile) -> None:
+    """Raise `ValueError` unless the contract covers the profile's family."""
+    covered = get_contract(effective_contract(contract)).families
+    if profile.family not in covered:
+        raise ValueError(
+            f"contract {effective_contract(contract)} does not cover family {profile.family} "
+            f"({profile.name}); it covers: {', '.join(covered)}"
+        )
+
+
+def resolve_segments(contract: str, layout: Layout, segments: int | None) -> int:
+    """The number of K segments S, which is part of the numbers.
+
+    By default the larger of the two TP degrees, so that the side with that degree runs one plain
+    GEMM a rank. Raises `ValueError` where a contract without segments is given a number.
+    """
+    rule = get_contract(effective_contract(contract)).row_linear
+    if rule.order == "segments":
+        return max(layout.rollout_tp, layout.train_tp) if segments is None else segments
+    if segments not in (None, rule.max_segments):
+        raise ValueError(
+            f"--segments {segments}: contract {effective_contract(contract)} orders its sums by "
+            f"{rule.tile}-wide tiles and has no segments; drop the flag"
+        )
+    return rule.max_segments
+
+
+def kernel_policy(
+    contract: str, profile: ModelProfile, layout: Layout, segments: int, device: Device
+) -> KernelPolicy:
+    """The policy of a layout that `layout.validate` has accepted; `ValueError` from schema if not."""
+    name = effective_contract(contract)
+    rows = []
+    for layer, k_global in profile.row_parallel_layers:
+        reduction = row_reduction(name, k_global, rollout_tp=layout.rollout_tp, segments=segments)
+        rows.append(
+            RowLinearPolicy(
+                layer=layer,
+                k_global=k_global,
+                path=reduction.path,
+                num_leaves=reduction.num_leaves,
+                leaf_dtype=reduction.leaf_dtype,
+                rollout_leaves_per_rank=reduction.leaves_per_rank(layout.rollout_tp),
+                train_leaves_per_rank=reduction.leaves_per_rank(layout.train_tp),
+            )
+        )
+    vocabulary = vocabulary_segments(name, profile.vocab_size)
+    return KernelPolicy(
+        contract=name,
+        contract_digest=get_contract(name).digest(),
+        rollout_patched=contract != CONTRACT_OFF,
+        segments=segments,
+        attention_backend=ATTENTION_BACKENDS[device],
+        row_linears=tuple(rows),
+        vocabulary=VocabularyPolicy(
+            order=get_contract(name).logprob.order,
+            vocab_size=vocabulary.vocab_size,
+            num_segments=vocabulary.num_segments,
+            width=vocabulary.width,
+            padded_size=vocabulary.padded_size,
+        ),
+    )
