@@ -1,0 +1,139 @@
+"""Contract -> what this engine must run: looked up by name, no branches per model."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .ops.digest import source_digest, table_digest
+from .ops.fault import Fault, parse_fault
+from .ops.rope.op import rope_table
+from .schema import (
+    Fingerprint,
+    RowReduction,
+    TrueOnPolicyContract,
+    VocabularySegments,
+    get_contract,
+    row_reduction,
+    split_bound_name,
+    vocabulary_segments,
+)
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SGLangRuntimePolicy:
+    """A contract bound to one engine: its tensor-parallel size, segments and injected fault."""
+
+    contract: TrueOnPolicyContract
+    segments: int
+    tensor_parallel_size: int
+    fault: Fault | None = None
+
+    def row_reduction(self, k_global: int) -> RowReduction:
+        """How a row-parallel linear over `k_global` is summed; `ValueError` where it cannot be."""
+        return row_reduction(
+            self.contract.name,
+            k_global,
+            rollout_tp=self.tensor_parallel_size,
+            segments=self.segments,
+        )
+
+    def vocabulary(self, vocab_size: int) -> VocabularySegments:
+        """The segments of the log-softmax over the real vocabulary."""
+        return vocabulary_segments(self.contract.name, vocab_size)
+
+    def fingerprint(
+        self, *, head_dim: int, max_position: int, rope_theta: float, device: str
+    ) -> Fingerprint:
+        """What the trainer must match before the first token."""
+        return Fingerprint(
+            contract=self.contract.name,
+            contract_digest=self.contract.digest(),
+            segments=self.segments,
+            rollout_tensor_parallel_size=self.tensor_parallel_size,
+            schema_digest=source_digest(_PACKAGE / "schema"),
+            ops_digest=source_digest(_PACKAGE / "ops"),
+            rope_digest=table_digest(rope_table(head_dim, max_position, rope_theta)),
+            device=device,
+            versions=tuple(
+                (name, importlib.metadata.version(name)) for name in ("torch", "triton")
+            ),
+        )
+
+
+def policy_for(server_args: Any) -> SGLangRuntimePolicy | None:
+    """The policy of an engine, from its resolved `ServerArgs`; None where no contract is asked for.
+
+    Raises `ValueError` listing every setting under which the contract cannot hold.
+    """
+    text = getattr(server_args, "true_on_policy_contract", None)
+    fault_text = getattr(server_args, "true_on_policy_fault", None)
+    if text is None:
+        if fault_text is not None:
+            raise ValueError("--true-on-policy-fault needs --true-on-policy-contract")
+        return None
+    name, segments = split_bound_name(text)
+    contract = get_contract(name)
+    violations = [
+        f"{setting}={value!r}: {reason}"
+        for setting, value, allowed, reason in _requirements(server_args)
+        if value not in allowed
+    ]
+    if violations:
+        raise ValueError(f"{name} cannot hold with: " + "; ".join(violations))
+    tensor_parallel_size = server_args.tp_size
+    return SGLangRuntimePolicy(
+        contract=contract,
+        segments=segments if segments is not None else max(1, tensor_parallel_size),
+        tensor_parallel_size=tensor_parallel_size,
+        fault=None if fault_text is None else parse_fault(fault_text),
+    )
+
+
+def _requirements(server_args: Any) -> list[tuple[str, object, tuple[object, ...], str]]:
+    """(setting, value, allowed values, reason) for everything that could go around a hook."""
+
+    def get(name: str) -> object:
+        return getattr(server_args, name, None)
+
+    off: tuple[object, ...] = (None, False)
+    return [
+        ("dtype", get("dtype"), ("bfloat16",), "weights and activations are bf16"),
+        ("quantization", get("quantization"), (None,), "quantised kernels round elsewhere"),
+        (
+            "kv_cache_dtype",
+            get("kv_cache_dtype"),
+            ("auto", "bf16", "bfloat16"),
+            "keys and values are bf16",
+        ),
+        ("pp_size", get("pp_size"), (1,), "rollout pipeline stages are not supported"),
+        ("dp_size", get("dp_size"), (1,), "start several engines instead"),
+        ("enable_dp_attention", get("enable_dp_attention"), off, "attention ranks would differ"),
+        (
+            "speculative_algorithm",
+            get("speculative_algorithm"),
+            (None,),
+            "verified tokens take another path than decoded ones",
+        ),
+        ("enable_torch_compile", get("enable_torch_compile"), off, "it may fuse multiply and add"),
+        ("enable_symm_mem", get("enable_symm_mem"), off, "its all-reduce goes around the tree"),
+        (
+            "enable_flashinfer_allreduce_fusion",
+            get("enable_flashinfer_allreduce_fusion"),
+            off,
+            "the fused all-reduce and norm goes around the tree",
+        ),
+        ("enable_mscclpp", get("enable_mscclpp"), off, "its all-reduce goes around the tree"),
+        ("enable_lora", get("enable_lora"), off, "adapters add sums that the contract lacks"),
+        (
+            "enable_deterministic_inference",
+            get("enable_deterministic_inference"),
+            (True,),
+            "it pins attention to one split and sampling to per-request seeds",
+        ),
+        ("enable_fp32_lm_head", get("enable_fp32_lm_head"), off, "the head multiplies bf16"),
+    ]

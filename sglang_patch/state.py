@@ -1,0 +1,67 @@
+"""What is live in this engine process: the policy, the place in the model, the call counts.
+
+A scheduler process serves one model with one contract, so this is process-wide by nature. Without
+an active policy every hook hands over to the original: the engine is stock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+from .contracts import SGLangRuntimePolicy
+from .ops.fault import Fault, flip_one_ulp
+from .ops.tree_all_reduce.op import RankGroup
+
+
+@dataclass(slots=True)
+class RuntimeState:
+    """The active policy with this rank's group; `layer` is where the forward pass is."""
+
+    policy: SGLangRuntimePolicy
+    ranks: RankGroup = field(default_factory=RankGroup)
+    layer: int | None = None
+    calls: Counter[str] = field(default_factory=Counter)
+    in_embedding: bool = False
+
+    @property
+    def fault(self) -> Fault | None:
+        return self.policy.fault
+
+
+_state: RuntimeState | None = None
+
+
+def active() -> RuntimeState | None:
+    """The live state, or None where the engine runs without a contract."""
+    return _state
+
+
+def activate(policy: SGLangRuntimePolicy | None) -> None:
+    """Make `policy` the one of this process (None: stock). A second, other policy is an error."""
+    global _state
+    if _state is not None and policy is not None and _state.policy != policy:
+        raise ValueError(
+            f"this process already serves {_state.policy.contract.name}; start another engine for "
+            f"{policy.contract.name}"
+        )
+    if policy is None or _state is None:
+        _state = None if policy is None else RuntimeState(policy)
+
+
+def require() -> RuntimeState:
+    """The live state where the caller knows that a policy is active."""
+    assert _state is not None
+    return _state
+
+
+def tap(op: str, tensor: torch.Tensor, layer: int | None = None) -> torch.Tensor:
+    """The named place in the model where a fault can be injected; `layer` moves the place."""
+    state = require()
+    if layer is not None:
+        state.layer = layer
+    if state.fault is None:
+        return tensor
+    return flip_one_ulp(state.fault, tensor, layer=state.layer, op=op, rank=state.ranks.rank)
