@@ -18,9 +18,10 @@ DEVICES = ("auto", "cpu", "cuda")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """The profile's name, as `miles profiles` lists it."""
+    """The profile's name, as `miles profiles` lists it, and the seed of its seeded weights."""
 
     name: str = "qwen3-tiny"
+    weights_seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
