@@ -1,0 +1,146 @@
+"""One rank's subtree of a row-parallel linear, in one pass over K.
+
+Each leaf is one fp32 accumulator over increasing k, rounded to the leaf dtype. Leaves of a run are
+added left to right; finished runs are added as a balanced tree whose waiting partial sums are a
+binary counter: slot i holds the sum of 2**i runs until its right neighbour is complete. Every add is
+rounded to the leaf dtype, so this is `schema.reduction.run_tree(num_leaves, run)`, add for add.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..elementary_kernel import UNFUSED
+from ..formats import require
+from ..linear.kernel import BLOCK_K, GROUP, GemmTile, program_tile, require_matrices, tile_for
+
+# As for `linear`, but up to three fp32 partial sums wait beside the accumulator (8 segments), or more
+# in bf16: 64 x 128 over 8 warps takes 32 registers a thread for each.
+TILES = (
+    GemmTile(rows=16, block_m=16, block_n=64, warps=4, stages=4),
+    GemmTile(rows=64, block_m=64, block_n=64, warps=8, stages=4),
+    GemmTile(rows=0, block_m=64, block_n=128, warps=8, stages=4),
+)
+
+
+@triton.jit
+def _add(left, right):
+    """`left + right` rounded to their dtype; a bf16 sum is exact in fp32 up to that one rounding."""
+    return (left.to(tl.float32) + right.to(tl.float32)).to(left.dtype)
+
+
+@triton.jit
+def _carry(pending, total, run, LEVELS: tl.constexpr):
+    """Add run number `run` to the counter: returns (pending, carry out of the last slot)."""
+    slots = ()
+    carrying = run >= 0
+    for level in tl.static_range(LEVELS):
+        slot = pending[level]
+        full = ((run >> level) & 1) == 1
+        slots = slots + (tl.where(carrying & (not full), total, slot),)
+        total = tl.where(carrying & full, _add(slot, total), total)
+        carrying = carrying & full
+    return slots, total
+
+
+@triton.jit
+def row_linear_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    rows,
+    columns,
+    x_row_stride,
+    x_k_stride,
+    weight_row_stride,
+    weight_k_stride,
+    LEAF_WIDTH: tl.constexpr,
+    RUN: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """out [rows, columns]: 2**LEVELS runs of RUN leaves, each LEAF_WIDTH of K."""
+    LEAF: tl.constexpr = out_ptr.dtype.element_ty
+    STEPS: tl.constexpr = (LEAF_WIDTH + BLOCK_K - 1) // BLOCK_K
+    block_m, block_n = program_tile(rows, columns, BLOCK_M, BLOCK_N, GROUP)
+    row = block_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = block_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    x_block = x_ptr + row[:, None] * x_row_stride
+    weight_block = weight_ptr + column[None, :] * weight_row_stride
+    row_inside = (row < rows)[:, None]
+    column_inside = (column < columns)[None, :]
+    accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    total = tl.zeros((BLOCK_M, BLOCK_N), LEAF)
+    pending = ()
+    for _ in tl.static_range(LEVELS):
+        pending = pending + (tl.zeros((BLOCK_M, BLOCK_N), LEAF),)
+    # One loop over all steps of all leaves, so that loads run ahead across the end of a leaf.
+    for step in range((RUN << LEVELS) * STEPS):
+        leaf = step // STEPS
+        within = (step % STEPS) * BLOCK_K + k
+        offset = (leaf * LEAF_WIDTH + within).to(tl.int64)
+        # Past the end of a leaf: zeros, for the next columns belong to the next leaf.
+        inside = within < LEAF_WIDTH
+        a = tl.load(
+            x_block + offset[None, :] * x_k_stride, mask=row_inside & inside[None, :], other=0.0
+        )
+        b = tl.load(
+            weight_block + offset[:, None] * weight_k_stride,
+            mask=column_inside & inside[:, None],
+            other=0.0,
+        )
+        accumulator = tl.dot(a, b, accumulator, input_precision="ieee")
+        if step % STEPS == STEPS - 1:
+            value = accumulator.to(LEAF)
+            accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            total = tl.where(leaf % RUN == 0, value, _add(total, value))
+            if leaf % RUN == RUN - 1:
+                pending, total = _carry(pending, total, leaf // RUN, LEVELS)
+    out = out_ptr + row[:, None] * columns + column[None, :]
+    tl.store(out, total, mask=row_inside & column_inside)
+
+
+def launch_row_linear_partial(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    num_leaves: int,
+    run: int,
+    leaf_dtype: torch.dtype,
+    *,
+    tile: GemmTile | None = None,
+) -> torch.Tensor:
+    """x [M, K_local], weight [N, K_local] bf16, any strides -> [M, N] in `leaf_dtype`.
+
+    `num_leaves` equal leaves, a power of two of runs of `run`; leaf_dtype bf16 or fp32. `tile`
+    overrides the table; conformance tests compare tiles with it. Raises `ValueError` on others.
+    """
+    require_matrices("row_linear", x, weight)
+    rows, k_size = x.shape
+    columns = weight.shape[0]
+    runs = num_leaves // run
+    require(
+        runs * run == num_leaves and runs & (runs - 1) == 0 and k_size % num_leaves == 0,
+        f"row_linear kernel: K={k_size} in {num_leaves} leaves with runs of {run}: the leaves must "
+        "divide K and be a power of two of runs",
+    )
+    require(
+        leaf_dtype in (torch.bfloat16, torch.float32),
+        f"row_linear kernel: leaf_dtype is {leaf_dtype}; it is bfloat16 or float32",
+    )
+    out = x.new_empty((rows, columns), dtype=leaf_dtype)
+    if out.numel() == 0:
+        return out
+    tile = tile or tile_for(TILES, rows)
+    row_linear_kernel[(triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n),)](
+        x, weight, out, rows, columns, *x.stride(), *weight.stride(),
+        LEAF_WIDTH=k_size // num_leaves, RUN=run, LEVELS=runs.bit_length() - 1,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=BLOCK_K, GROUP=GROUP,
+        num_warps=tile.warps, num_stages=tile.stages, **UNFUSED,
+    )  # fmt: skip
+    return out
