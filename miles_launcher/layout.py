@@ -141,6 +141,9 @@ def _segment_choices(contract: str) -> list[int]:
 def _row_sums(layout: Layout, profile: ModelProfile, contract: str, segments: int) -> list[str]:
     rule = get_contract(contract).row_linear
     if rule.order == "segments" and segments not in _segment_choices(contract):
+        if segments == max(layout.rollout_tp, layout.train_tp):
+            # It follows from a tensor-parallel size that is reported already.
+            return []
         listed = ", ".join(map(str, _segment_choices(contract)))
         return [f"--segments={segments} must be a power of two; choose from {listed}"]
     largest = rule.max_tensor_parallel_size
@@ -193,6 +196,9 @@ def _row_remedy(layout: Layout, contract: str, k_global: int) -> str:
 
 
 def _vocabulary(layout: Layout, profile: ModelProfile, contract: str) -> list[str]:
+    if get_contract(contract).logprob.order == "gather":
+        # The shards are gathered and cut to the real size: how they were padded adds nothing.
+        return []
     table = vocabulary_segments(contract, profile.vocab_size)
     try:
         table.shard(layout.train_tp, 0)

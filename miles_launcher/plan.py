@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from .codec import from_data, to_data
+from .faults import FaultPlan
 from .layout import Layout
 from .policy import Device, KernelPolicy
 from .profiles import ModelProfile
@@ -19,61 +20,6 @@ from .settings import ClusterSettings, RolloutSettings, RunSettings, TrainSettin
 
 PLAN_VERSION = 1
 PLAN_FILE = "plan.json"
-
-LAYER_OPS = (
-    "input_layernorm",
-    "qkv_proj",
-    "q_norm",
-    "k_norm",
-    "rope",
-    "attention",
-    "o_proj",
-    "post_attention_layernorm",
-    "gate_up_proj",
-    "silu_mul",
-    "down_proj",
-)
-FINAL = "final"
-FINAL_OPS = ("embedding", "final_norm", "lm_head", "logprob")
-SIDES = ("rollout", "trainer")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FaultPlan:
-    """One ulp added to the output of one op on one side: the inverse that must turn the gate red.
-
-    `layer` is None for the ops that belong to no layer (`FINAL_OPS`).
-    """
-
-    side: Literal["rollout", "trainer"]
-    layer: int | None
-    op: str
-
-    def __str__(self) -> str:
-        return f"{self.side}:{FINAL if self.layer is None else self.layer}:{self.op}"
-
-
-def parse_fault(text: str, num_layers: int) -> FaultPlan:
-    """Read `SIDE:LAYER:OP`, LAYER from 0 to `num_layers` - 1 or `final`; `ValueError` otherwise."""
-    parts = text.split(":")
-    if len(parts) != 3:
-        raise ValueError(f"--inject-fault {text!r}: write SIDE:LAYER:OP, such as trainer:2:down_proj")
-    side, layer, op = parts
-    if side not in SIDES:
-        raise ValueError(f"--inject-fault {text!r}: side {side!r} is not one of {', '.join(SIDES)}")
-    if layer == FINAL:
-        ops, number = FINAL_OPS, None
-    elif layer.isdecimal() and int(layer) < num_layers:
-        ops, number = LAYER_OPS, int(layer)
-    else:
-        raise ValueError(
-            f"--inject-fault {text!r}: layer {layer!r} is not 0 to {num_layers - 1} or {FINAL!r}"
-        )
-    if op not in ops:
-        where = f"layer {layer}" if number is not None else repr(FINAL)
-        raise ValueError(f"--inject-fault {text!r}: ops of {where} are {', '.join(ops)}")
-    return FaultPlan(side="rollout" if side == "rollout" else "trainer", layer=number, op=op)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPlan:

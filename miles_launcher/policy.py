@@ -35,7 +35,10 @@ class RowLinearPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabularyPolicy:
-    """The log-softmax: its order and the trainer's table, `num_segments * width` rows in all."""
+    """The log-softmax: its order, its segments, and the rows of the trainer's table.
+
+    `padded_size` is whole segments, or (`gather`) the next multiple of the trainer's TP degree.
+    """
 
     order: str
     vocab_size: int
@@ -110,6 +113,7 @@ def kernel_policy(
             )
         )
     vocabulary = vocabulary_segments(name, profile.vocab_size)
+    padded = -(-vocabulary.padded_size // layout.train_tp) * layout.train_tp
     return KernelPolicy(
         contract=name,
         contract_digest=get_contract(name).digest(),
@@ -122,6 +126,6 @@ def kernel_policy(
             vocab_size=vocabulary.vocab_size,
             num_segments=vocabulary.num_segments,
             width=vocabulary.width,
-            padded_size=vocabulary.padded_size,
+            padded_size=padded,
         ),
     )

@@ -164,7 +164,7 @@ def get_profile(name: str) -> ModelProfile:
     key = canonical_name(name)
     if key in PROFILES:
         return PROFILES[key]
-    near = difflib.get_close_matches(key, PROFILES, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(key, PROFILES, n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise ValueError(f"unknown model {name!r}{hint} (choices: {', '.join(PROFILES)})")
 

@@ -12,6 +12,7 @@ import difflib
 from dataclasses import dataclass, field
 from typing import Any, Literal, Mapping
 
+from .faults import FaultPlan
 from .layout import Layout
 from .policy import Device, KernelPolicy
 from .profiles import ModelProfile
@@ -21,8 +22,8 @@ Role = Literal["rollout", "trainer"]
 
 PLUGIN = "true_on_policy"
 CPU_PLATFORM = "true_on_policy_cpu"
-# The field that our plugin adds to SGLang's ServerArgs; all others must exist there.
-OWN_ENGINE_FIELDS = frozenset({"true_on_policy_contract"})
+# The fields that our plugin adds to SGLang's ServerArgs; all others must exist there.
+OWN_ENGINE_FIELDS = frozenset({"true_on_policy_contract", "true_on_policy_fault"})
 
 # Hiding the GPUs is what `--device cpu` asks for, so a user's value is no contradiction; a thread
 # count changes no bits, so the user's own is kept.
@@ -41,6 +42,7 @@ class RenderInputs:
     device: Device
     model_path: str
     cpu_ids: tuple[int, ...]
+    fault: FaultPlan | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,7 @@ def switches(inputs: RenderInputs) -> tuple[Switch, ...]:
             reason="the engine's seed; every request also carries its own",
             engine={"random_seed": inputs.settings.run.seed},
         ),
+        _fault(inputs),
     )
 
 
@@ -292,6 +295,19 @@ def _recompute(inputs: RenderInputs) -> Switch:
         }
         if full
         else {},
+    )
+
+
+def _fault(inputs: RenderInputs) -> Switch:
+    fault = inputs.fault
+    if fault is None or fault.side == "trainer":
+        # The trainer's ranks are built from the plan and read the fault there.
+        return Switch(setting="--inject-fault", reason="no fault in the rollout")
+    return Switch(
+        setting="--inject-fault",
+        reason="one ulp added in the rollout, which the gate must notice",
+        engine={"true_on_policy_fault": fault.place},
+        readback=("true_on_policy_fault",),
     )
 
 

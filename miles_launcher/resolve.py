@@ -13,11 +13,19 @@ from .byte_tokenizer import NUM_TOKENS
 from .checkpoint import check_weights, has_tokenizer
 from .conf import compose_settings
 from .devices import cpu_ids, resolve_device, visible_gpus
+from .faults import FaultPlan, parse_fault
 from .layout import Layout, validate
-from .plan import PLAN_VERSION, LaunchPlan, PathsPlan, RolloutPlan, TrainerPlan
-from .plan import check_out, parse_fault, read
-from .plan import PLAN_FILE
-from .policy import Device, check_family, effective_contract, kernel_policy, resolve_segments
+from .plan import (
+    PLAN_FILE,
+    PLAN_VERSION,
+    LaunchPlan,
+    PathsPlan,
+    RolloutPlan,
+    TrainerPlan,
+    check_out,
+    read,
+)
+from .policy import CONTRACT_OFF, Device, check_family, effective_contract, kernel_policy, resolve_segments
 from .profiles import ModelProfile, check_same_shape, get_profile
 from .prompts import check_prompts, read_prompts
 from .rewards import BUILTIN, check_reward_name
@@ -71,6 +79,7 @@ def resolve(args: LaunchArgs, environ: Mapping[str, str] = os.environ) -> Launch
         colocate=settings.cluster.colocate,
     )
     policy = kernel_policy(contract, profile, layout, segments, device)
+    fault = _fault(args.inject_fault, profile, contract)
     paths = _paths(args, settings, profile, environ)
     _check_inputs(settings, profile, paths)
     table = render.switches(
@@ -82,9 +91,9 @@ def resolve(args: LaunchArgs, environ: Mapping[str, str] = os.environ) -> Launch
             device=device,
             model_path=paths.model_path,
             cpu_ids=cpu_ids(),
+            fault=fault,
         )
     )
-    fault = args.inject_fault
     plan = LaunchPlan(
         version=PLAN_VERSION,
         model=profile,
@@ -105,13 +114,24 @@ def resolve(args: LaunchArgs, environ: Mapping[str, str] = os.environ) -> Launch
         engine=settings.rollout,
         cluster=settings.cluster,
         paths=paths,
-        fault=parse_fault(fault, profile.num_hidden_layers) if fault is not None else None,
+        fault=fault,
         resume=args.resume,
         overrides=args.overrides,
     )
     if plan.resume:
         _check_resumes(plan)
     return plan
+
+
+def _fault(text: str | None, profile: ModelProfile, contract: str) -> FaultPlan | None:
+    if text is None:
+        return None
+    fault = parse_fault(text, profile.num_hidden_layers)
+    if contract == CONTRACT_OFF and fault.side == "rollout":
+        raise ValueError(
+            f"--inject-fault {text}: with contract off the rollout is stock and can carry no fault"
+        )
+    return fault
 
 
 def _trainer_plan(
