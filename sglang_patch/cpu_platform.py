@@ -31,11 +31,13 @@ class TrueOnPolicyCpuPlatform(CpuSRTPlatform):
     device_type = "cpu"
 
     def apply_server_args_defaults(self, server_args: object) -> None:
-        """Let deterministic inference accept the native attention, whose op a hook replaces."""
+        """Let deterministic inference accept the native attention, whose op a hook replaces and
+        whose bits do not depend on what a prefix cache already holds."""
         from sglang.srt import server_args as module
 
         if "torch_native" not in module.DETERMINISTIC_ATTENTION_BACKEND_CHOICES:
             module.add_deterministic_attention_backend_choices(["torch_native"])
+            module.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +71,8 @@ def register() -> None:
     """Register all hooks with SGLang, or raise `RuntimeError` naming every target that moved."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from . import cpu_platform
+
     installed = importlib.metadata.version("sglang")
     problems = [] if installed == SUPPORTED_SGLANG else [
         f"sglang {installed} is installed, these hooks were written for {SUPPORTED_SGLANG}"
@@ -80,7 +83,10 @@ def register() -> None:
     if problems:
         raise RuntimeError("true on-policy hooks refused: " + "; ".join(problems))
     _extend_engine()
+    on_cpu = os.environ.get("SGLANG_PLATFORM") == cpu_platform.NAME
     for hook in hooks():
+        if hook.cpu_only and not on_cpu:
+            continue
         HookRegistry.register(hook.target, hook.wrapper(), HookType.AROUND)
 
 

@@ -1,4 +1,6 @@
-"""`sglang.srt.model_executor.model_runner.ModelRunner.load_model`: give every module its place.
+"""`sglang.srt.model_executor.model_runner.ModelRunner`: give every module its place.
+
+Upstream surfaces: `load_model` and `maybe_enable_batch_invariant_mode`.
 
 The generic layer classes do not know where they stand. After loading, each module that a hook
 serves gets its layer and op name (for errors, faults and counts), each row-parallel linear its
@@ -98,7 +100,18 @@ def load_model(original: Callable[..., None], self: Any, *args: Any, **kwargs: A
     assert live.ranks.size == live.policy.tensor_parallel_size
 
 
+def batch_invariant_mode(original: Callable[..., None], self: Any) -> None:
+    """Stay off: SGLang's mode swaps aten's mm, mean and log-softmax for Triton ones, on GPUs only.
+    Every sum on the path already has the contract's order, and none of them is aten's."""
+
+
 HOOKS = (
+    Hook(
+        name="batch_invariant_mode",
+        target="sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode",
+        digest="50c417a13a23a859",
+        replacement=batch_invariant_mode,
+    ),
     Hook(
         name="load_model",
         target="sglang.srt.model_executor.model_runner.ModelRunner.load_model",

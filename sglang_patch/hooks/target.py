@@ -19,7 +19,8 @@ class Hook:
 
     `replacement(original, *args, **kwargs)` decides whether to call the original. `digest` is the
     SHA-256 (16 hex digits) of the source of `checked` (default: the target) in the supported
-    release; another text means that the surface moved and the hook must be read again.
+    release; another text means that the surface moved and the hook must be read again. Without a
+    live policy the original runs, unless `always`. `cpu_only` hooks are not installed on a GPU.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Hook:
     replacement: Callable[..., Any]
     checked: str | None = None
     always: bool = False
+    cpu_only: bool = False
 
     def resolve(self) -> Callable[..., Any]:
         """The object whose source is checked; `AttributeError` or `ImportError` when it is gone."""
