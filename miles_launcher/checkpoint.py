@@ -86,7 +86,9 @@ def check_weights(folder: Path, profile: ModelProfile) -> None:
         elif shape != expected:
             problems.append(f"tensor {name} has shape {list(shape)}, expected {list(expected)}")
         elif dtype not in _DTYPES:
-            problems.append(f"tensor {name} is {dtype}, expected one of {', '.join(sorted(_DTYPES))}")
+            problems.append(
+                f"tensor {name} is {dtype}, expected one of {', '.join(sorted(_DTYPES))}"
+            )
     if problems:
         raise WeightsError(folder, problems)
 
@@ -114,7 +116,7 @@ def _weight_files(folder: Path, problems: list[str]) -> Iterable[Path]:
 
 
 def _read_header(path: Path, problems: list[str]) -> dict[str, tuple[str, Shape]]:
-    """`{tensor: (dtype, shape)}` of one file; a damaged file adds a problem and returns what it can."""
+    """`{tensor: (dtype, shape)}` of one file; a damaged one adds a problem, and gives what it can."""
     size = path.stat().st_size
     try:
         with path.open("rb") as file:

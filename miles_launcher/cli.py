@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, Optional
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -30,34 +30,34 @@ app = typer.Typer(
 
 Model = Annotated[str, typer.Argument(help="A name from `miles profiles`, in any case.")]
 Overrides = Annotated[
-    Optional[list[str]],
+    list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Settings, such as run.temperature=0.7."),
 ]
-Tp = Annotated[Optional[int], typer.Option("--tp", help="Tensor parallel, both sides.")]
-RolloutTp = Annotated[Optional[int], typer.Option("--rollout-tp", help="Of the rollout alone.")]
-TrainTp = Annotated[Optional[int], typer.Option("--train-tp", help="Of the trainer alone.")]
-Pp = Annotated[Optional[int], typer.Option("--pp", help="Pipeline stages of the trainer.")]
-Cp = Annotated[Optional[int], typer.Option("--cp", help="Context parallel (Ulysses), trainer.")]
+Tp = Annotated[int | None, typer.Option("--tp", help="Tensor parallel, both sides.")]
+RolloutTp = Annotated[int | None, typer.Option("--rollout-tp", help="Of the rollout alone.")]
+TrainTp = Annotated[int | None, typer.Option("--train-tp", help="Of the trainer alone.")]
+Pp = Annotated[int | None, typer.Option("--pp", help="Pipeline stages of the trainer.")]
+Cp = Annotated[int | None, typer.Option("--cp", help="Context parallel (Ulysses), trainer.")]
 Contract = Annotated[
-    Optional[str],
+    str | None,
     typer.Option("--contract", help="A name from `miles contracts`, or off (a control)."),
 ]
 Segments = Annotated[
-    Optional[int],
+    int | None,
     typer.Option("--segments", help="K segments; default: the larger tensor-parallel degree."),
 ]
-DeviceName = Annotated[Optional[str], typer.Option("--device", help="auto, cpu or cuda.")]
+DeviceName = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda.")]
 ModelPath = Annotated[
-    Optional[Path],
+    Path | None,
     typer.Option("--model-path", help="A Hugging Face folder; default: seeded weights."),
 ]
-Prompts = Annotated[Optional[str], typer.Option("--prompts", help="A JSONL file of prompts.")]
-RewardName = Annotated[Optional[str], typer.Option("--reward", help="module:function.")]
-Steps = Annotated[Optional[int], typer.Option("--steps", help="Training steps.")]
-Out = Annotated[Optional[Path], typer.Option("--out", help="Folder for the plan and the report.")]
+Prompts = Annotated[str | None, typer.Option("--prompts", help="A JSONL file of prompts.")]
+RewardName = Annotated[str | None, typer.Option("--reward", help="module:function.")]
+Steps = Annotated[int | None, typer.Option("--steps", help="Training steps.")]
+Out = Annotated[Path | None, typer.Option("--out", help="Folder for the plan and the report.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")]
 Fault = Annotated[
-    Optional[str],
+    str | None,
     typer.Option("--inject-fault", help="SIDE:LAYER:OP, one ulp that must close the gate."),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Write the plan, show it and stop.")]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
+from collections.abc import Hashable
 from functools import cache
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ def to_data(value: Any) -> Any:
 
 
 def from_data(kind: type[T], data: Any, where: str = "") -> T:
-    """Build the dataclass `kind` from plain values; `where` prefixes the place in error messages."""
+    """Build the dataclass `kind` from plain values; `where` names the place in error messages."""
     if not isinstance(data, dict):
         raise ValueError(f"{where or kind.__name__}: expected an object, got {data!r}")
     hints = _hints(kind)
@@ -46,7 +47,8 @@ def from_data(kind: type[T], data: Any, where: str = "") -> T:
 
 
 @cache
-def _hints(kind: type) -> dict[str, Any]:
+def _hints(kind: Hashable) -> dict[str, Any]:
+    assert isinstance(kind, type)
     hints = typing.get_type_hints(kind)
     return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
 
@@ -76,7 +78,8 @@ def _value(hint: Any, data: Any, where: str) -> Any:
         if len(arguments) != len(data):
             raise ValueError(f"{where}: expected {len(arguments)} values, got {data!r}")
         return tuple(
-            _value(a, x, f"{where}[{i}]") for i, (a, x) in enumerate(zip(arguments, data))
+            _value(a, x, f"{where}[{i}]")
+            for i, (a, x) in enumerate(zip(arguments, data, strict=True))
         )
     if origin is dict:
         if not isinstance(data, dict):

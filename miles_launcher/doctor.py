@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Mapping
 
 from .devices import cpu_ids, visible_gpus
 from .render import CPU_PLATFORM, PLUGIN
@@ -43,9 +42,7 @@ def examine() -> list[Check]:
     checks += [_version(name, pin) for name, pin in PINS.items()]
     checks += [_version(name, None) for name in REQUIRED]
     gpus = visible_gpus()
-    checks.append(
-        Check(name="devices", ok=True, detail=f"{gpus} GPUs, {len(cpu_ids())} CPU cores")
-    )
+    checks.append(Check(name="devices", ok=True, detail=f"{gpus} GPUs, {len(cpu_ids())} CPU cores"))
     checks += [_entry_point(group, name) for group, name in ENTRY_POINTS]
     checks += _guarded("sglang_patch hooks", _hook_targets)
     checks += _guarded("megatron_patch layers", _megatron_layers)

@@ -44,10 +44,14 @@ def parse_fault(text: str, num_layers: int) -> FaultPlan:
     """Read `SIDE:LAYER:OP`, LAYER from 0 to `num_layers` - 1 or `final`; `ValueError` otherwise."""
     parts = text.split(":")
     if len(parts) != 3:
-        raise ValueError(f"--inject-fault {text!r}: write SIDE:LAYER:OP, such as trainer:2:down_proj")
+        raise ValueError(
+            f"--inject-fault {text!r}: write SIDE:LAYER:OP, such as trainer:2:down_proj"
+        )
     side, layer, op = parts
     if side not in SIDES:
         raise ValueError(f"--inject-fault {text!r}: side {side!r} is not one of {', '.join(SIDES)}")
+    ops: tuple[str, ...]
+    number: int | None
     if layer == FINAL:
         ops, number = FINAL_OPS, None
     elif layer.isdecimal() and int(layer) < num_layers:

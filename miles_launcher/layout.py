@@ -163,9 +163,9 @@ def _row_refusal(
 ) -> str | None:
     """Why a side with `tp` ranks cannot follow the order that the rollout fixes, or None."""
     try:
-        row_reduction(
-            contract, k_global, rollout_tp=rollout_tp, segments=segments
-        ).leaves_per_rank(tp)
+        row_reduction(contract, k_global, rollout_tp=rollout_tp, segments=segments).leaves_per_rank(
+            tp
+        )
     except ValueError as error:
         return str(error)
     return None

@@ -21,6 +21,7 @@ from .settings import ClusterSettings, RolloutSettings, RunSettings, TrainSettin
 PLAN_VERSION = 1
 PLAN_FILE = "plan.json"
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPlan:
     """The engine: keywords of `sglang.Engine`, its processes' variables, and the arguments that

@@ -6,9 +6,10 @@ answers, so that plan, report and error messages show the order that the kernels
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, Mapping
+from typing import Literal
 
 from .layout import Layout
 from .profiles import ModelProfile
@@ -62,7 +63,7 @@ class KernelPolicy:
 
 
 def effective_contract(name: str) -> str:
-    """The contract that the trainer follows: `name` itself, or the default for the control `off`."""
+    """The contract that the trainer follows: `name` itself, or the default for control `off`."""
     return DEFAULT_CONTRACT if name == CONTRACT_OFF else get_contract(name).name
 
 
@@ -96,7 +97,7 @@ def resolve_segments(contract: str, layout: Layout, segments: int | None) -> int
 def kernel_policy(
     contract: str, profile: ModelProfile, layout: Layout, segments: int, device: Device
 ) -> KernelPolicy:
-    """The policy of a layout that `layout.validate` has accepted; `ValueError` from schema if not."""
+    """The policy of a layout that `layout.validate` accepted; `ValueError` from schema if not."""
     name = effective_contract(contract)
     rows = []
     for layer, k_global in profile.row_parallel_layers:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Mapping
+
+from .codec import from_data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +162,7 @@ def canonical_name(name: str) -> str:
 
 
 def get_profile(name: str) -> ModelProfile:
-    """The profile called `name`, in any case; `ValueError` with the nearest name and the choices."""
+    """The profile called `name`, in any case; `ValueError` names the nearest and the choices."""
     key = canonical_name(name)
     if key in PROFILES:
         return PROFILES[key]
@@ -174,6 +176,7 @@ def get_profile(name: str) -> ModelProfile:
 _HF_DEFAULTS: Mapping[str, object] = MappingProxyType(
     {"attention_bias": False, "tie_word_embeddings": False}
 )
+_PLAIN_ROPE = (None, "default")
 _FAMILIES: Mapping[str, str] = MappingProxyType({"qwen3": "qwen3_dense", "qwen3_moe": "qwen3_moe"})
 
 
@@ -188,37 +191,40 @@ def profile_from_hf_config(folder: Path) -> ModelProfile:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"{path}: cannot read it ({error.strerror}); is this a model folder?") from None
+        raise ValueError(
+            f"{path}: cannot read it ({error.strerror}); is this a model folder?"
+        ) from None
     except ValueError as error:
         raise ValueError(f"{path}: not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(config).__name__}")
     model_type = config.get("model_type")
-    if model_type not in _FAMILIES:
+    if not isinstance(model_type, str) or model_type not in _FAMILIES:
         raise ValueError(
             f"{path}: model_type={model_type!r} has no profile (known: {', '.join(_FAMILIES)})"
         )
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
+    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) not in _PLAIN_ROPE:
         raise ValueError(f"{path}: scaled RoPE {rope!r} is not covered; use an unscaled checkpoint")
     if config.get("use_sliding_window"):
         raise ValueError(f"{path}: use_sliding_window=true is not covered by any contract")
     if config.get("quantization_config"):
         raise ValueError(f"{path}: quantised weights are not covered; use the bf16 checkpoint")
-    found = {**_HF_DEFAULTS, "rope_theta": rope.get("rope_theta"), **config}
-    names = [f.name for f in fields(ModelProfile)]
-    derived = {
+    architectures = config.get("architectures")
+    found = {
+        **_HF_DEFAULTS,
+        "rope_theta": rope.get("rope_theta"),
+        **config,
         "name": folder.name,
         "family": _FAMILIES[model_type],
-        "architecture": (config.get("architectures") or [None])[0],
+        "architecture": architectures[0] if isinstance(architectures, list) else None,
         "qk_layernorm": True,
     }
-    values = {name: derived[name] if name in derived else found.get(name) for name in names}
-    missing = [name for name in names if values[name] is None]
+    values = {field.name: found.get(field.name) for field in fields(ModelProfile)}
+    missing = [name for name, value in values.items() if value is None]
     if missing:
         raise ValueError(f"{path}: missing {', '.join(missing)}")
-    values["rope_theta"] = float(values["rope_theta"])
-    return ModelProfile(**values)
+    return from_data(ModelProfile, values, str(path))
 
 
 def check_same_shape(profile: ModelProfile, folder: Path) -> None:

@@ -9,8 +9,9 @@ named by strings (`bfloat16`, `silu`), because nothing here imports torch.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Mapping
+from typing import Any, Literal
 
 from .faults import FaultPlan
 from .layout import Layout
@@ -275,7 +276,7 @@ def _engine_sizes(inputs: RenderInputs) -> Switch:
         engine["max_total_tokens"] = total
     return Switch(
         setting="rollout.*",
-        reason="sizes of the engine; what has changed a row's bits somewhere is off until asked for",
+        reason="sizes of the engine; what has changed a row's bits elsewhere is off until asked for",
         engine=engine,
         readback=("page_size", "chunked_prefill_size", "disable_radix_cache", "disable_cuda_graph"),
     )

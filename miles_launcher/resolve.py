@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
 from . import render
 from .byte_tokenizer import NUM_TOKENS
@@ -25,7 +26,14 @@ from .plan import (
     check_out,
     read,
 )
-from .policy import CONTRACT_OFF, Device, check_family, effective_contract, kernel_policy, resolve_segments
+from .policy import (
+    CONTRACT_OFF,
+    Device,
+    check_family,
+    effective_contract,
+    kernel_policy,
+    resolve_segments,
+)
 from .profiles import ModelProfile, check_same_shape, get_profile
 from .prompts import check_prompts, read_prompts
 from .rewards import BUILTIN, check_reward_name

@@ -11,10 +11,10 @@ import math
 import numbers
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Mapping, TypeAlias
+from typing import Any, TypeAlias
 
 BUILTIN = "builtin:"
 _SPEC = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -72,7 +72,7 @@ def load_reward(spec: str) -> Reward:
         module = importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything while it is imported
         raise ValueError(f"--reward {spec}: importing {module_name} failed: {error!r}") from error
-    function = getattr(module, function_name, None)
+    function: Reward | None = getattr(module, function_name, None)
     if not callable(function):
         raise ValueError(f"--reward {spec}: {module_name} has no function {function_name}")
     return function

@@ -12,8 +12,9 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Mapping
+from typing import TYPE_CHECKING
 
 from .byte_tokenizer import EOS_ID, NUM_TOKENS, PAD_ID, write_byte_tokenizer
 from .checkpoint import Shape, check_weights, weight_shapes

@@ -27,7 +27,9 @@ def _console() -> Console:
 
 
 def _pairs(title: str, rows: Iterable[tuple[str, object]]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None)
+    table = Table(
+        title=title, title_justify="left", title_style="bold", show_header=False, box=None
+    )
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
     for key, value in rows:
@@ -75,7 +77,9 @@ def _overview(plan: LaunchPlan) -> Table:
     contract = policy.contract
     if not policy.rollout_patched:
         contract = f"off (control: stock rollout; the trainer follows {policy.contract})"
-    world = f"{layout.train_tp} tp x {layout.pp} pp x {layout.cp} cp = {layout.train_world_size} ranks"
+    world = (
+        f"{layout.train_tp} tp x {layout.pp} pp x {layout.cp} cp = {layout.train_world_size} ranks"
+    )
     table = policy.vocabulary
     rows: list[tuple[str, object]] = [
         (
@@ -104,8 +108,18 @@ def _overview(plan: LaunchPlan) -> Table:
 
 def _row_sums(plan: LaunchPlan) -> Table:
     table = Table(title="Row-parallel sums", title_justify="left", title_style="bold", box=None)
-    for name in ("  layer", "K", "path", "leaves", "carried in", "per rollout rank", "per trainer rank"):
-        table.add_column(name, header_style="cyan", justify="left" if name == "  layer" else "right")
+    for name in (
+        "  layer",
+        "K",
+        "path",
+        "leaves",
+        "carried in",
+        "per rollout rank",
+        "per trainer rank",
+    ):
+        table.add_column(
+            name, header_style="cyan", justify="left" if name == "  layer" else "right"
+        )
     for row in plan.policy.row_linears:
         table.add_row(
             f"  {row.layer}",
@@ -167,7 +181,16 @@ def show_contracts() -> None:
 def show_profiles() -> None:
     """Print every model with its shape and the contracts that cover its family."""
     table = Table(box=None)
-    for name in ("model", "parameters", "layers", "hidden", "heads", "head dim", "mlp", "vocabulary"):
+    for name in (
+        "model",
+        "parameters",
+        "layers",
+        "hidden",
+        "heads",
+        "head dim",
+        "mlp",
+        "vocabulary",
+    ):
         table.add_column(name, header_style="cyan", justify="left" if name == "model" else "right")
     table.add_column("tied head", header_style="cyan")
     table.add_column("contracts", header_style="cyan")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Mapping
 
 from .prompts import Prompt
 from .rewards import Reward, RewardSample

@@ -8,8 +8,9 @@ the whole public surface.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
 from ..codec import from_data, to_data
 from ..settings import Settings
