@@ -1,0 +1,126 @@
+"""Causal attention over packed sequences.
+
+On a GPU the forward is FlashAttention 3 and the backward PyTorch's FlashAttention, fed with FA3's
+output and log-sum-exp; on a CPU the backward recomputes the probabilities (Dao et al., 2022, arXiv
+2205.14135, algorithm 4).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import ops
+from ..ops.formats import accumulator_dtype
+from .products import op_calls
+
+
+def reference_backward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    out_gradient: torch.Tensor,
+    lengths: list[int],
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value, one sequence at a time; shapes as in `ops.attention`."""
+    wide = accumulator_dtype(query.dtype)
+    kv_heads, head_dim = key.shape[1:]
+    group = query.shape[1] // kv_heads
+    parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    start = 0
+    for length in lengths:
+        span = slice(start, start + length)
+        start += length
+        # [kv_heads, group * length, head_dim]: the queries of one key head side by side.
+        q, o, do = (
+            x[span].to(wide).view(length, kv_heads, group, head_dim).permute(1, 2, 0, 3)
+            for x in (query, out, out_gradient)
+        )
+        q, o, do = (x.reshape(kv_heads, group * length, head_dim) for x in (q, o, do))
+        k, v = (x[span].to(wide).transpose(0, 1) for x in (key, value))
+        hidden = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+        scores = (q @ k.transpose(1, 2)) * scale
+        scores = scores.masked_fill(hidden.repeat(group, 1), float("-inf"))
+        weights = torch.softmax(scores, dim=-1)
+        correction = (do * o).sum(-1, keepdim=True)
+        dscores = weights * (do @ v.transpose(1, 2) - correction) * scale
+        dq = (dscores @ k).view(kv_heads, group, length, head_dim).permute(2, 0, 1, 3)
+        parts.append(
+            (
+                dq.reshape(length, kv_heads * group, head_dim),
+                (dscores.transpose(1, 2) @ q).transpose(0, 1),
+                (weights.transpose(1, 2) @ do).transpose(0, 1),
+            )
+        )
+    dquery, dkey, dvalue = (torch.cat(x).to(query.dtype) for x in zip(*parts, strict=True))
+    return dquery, dkey, dvalue
+
+
+def _flash_backward(ctx: Any, out_gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    query, key, value, out, lse = ctx.saved_tensors
+    offsets = torch.tensor([0, *ctx.lengths], dtype=torch.int32, device=query.device)
+    offsets = offsets.cumsum(0, dtype=torch.int32)
+    # No dropout, so the philox state is never read; the operator still wants two tensors.
+    no_rng = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    longest = max(ctx.lengths)
+    return torch.ops.aten._flash_attention_backward(
+        out_gradient.contiguous(),
+        query,
+        key,
+        value,
+        out,
+        lse,
+        offsets,
+        offsets,
+        longest,
+        longest,
+        0.0,
+        True,
+        no_rng,
+        no_rng.new_empty(0),
+        scale=ctx.scale,
+    )[:3]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        lengths: list[int],
+        scale: float,
+    ) -> torch.Tensor:
+        op_calls["attention"] += 1
+        ctx.lengths, ctx.scale = lengths, scale
+        if query.device.type == "cpu":
+            out = ops.attention(query, key, value, query_lengths=lengths, scale=scale)
+            ctx.save_for_backward(query, key, value, out)
+            return out
+        from ..ops.attention.kernel import launch_attention
+
+        # The op returns the output alone; its launcher also hands out the log-sum-exp.
+        out, lse = launch_attention(query, key, value, lengths, lengths, scale)
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, out_gradient: torch.Tensor) -> tuple[Any, ...]:
+        if out_gradient.device.type == "cpu":
+            saved = ctx.saved_tensors
+            gradients = reference_backward(*saved, out_gradient, ctx.lengths, ctx.scale)
+        else:
+            gradients = _flash_backward(ctx, out_gradient)
+        return (*gradients, None, None)
+
+
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lengths: list[int], scale: float
+) -> torch.Tensor:
+    """`ops.attention` over whole sequences, with a gradient. query: [tokens, heads, head_dim];
+    key, value: [tokens, kv_heads, head_dim]; lengths: tokens per sequence, in packed order."""
+    return _Attention.apply(query, key, value, lengths, scale)

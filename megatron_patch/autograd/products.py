@@ -1,0 +1,80 @@
+"""Matrix products of a backward pass, in blocks that do not depend on the tensor-parallel size.
+
+BLAS associates by shape. A dimension that tensor parallelism cuts is therefore always cut into the
+same `block_count` pieces, whoever holds them: every piece is a call of one shape, and the pieces
+are added as one balanced tree, so that TP=1 and TP=2 give the same fp32 bits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Callable
+
+import torch
+
+from ..ops.formats import accumulator_dtype
+
+# How often each differentiable op ran forward, by name; read by `readback`.
+op_calls: Counter[str] = Counter()
+
+_MOST_BLOCKS = 8
+
+
+def block_count(size_global: int, num_ranks: int) -> int:
+    """Equal blocks in which a dimension of `size_global`, held by `num_ranks`, is processed.
+
+    Eight, or the largest power of two that divides the size; at least one block a rank.
+    """
+    count = _MOST_BLOCKS
+    while count > num_ranks and size_global % count:
+        count //= 2
+    return count if size_global % count == 0 and count % num_ranks == 0 else num_ranks
+
+
+def operand(x: torch.Tensor) -> torch.Tensor:
+    """`x` as `product` wants it: bf16 stays bf16 on a GPU (tensor cores), becomes fp32 on a CPU."""
+    if x.device.type == "cpu" and x.dtype != torch.float64:
+        return x.float()
+    return x
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a [M, K] @ b [K, N] -> [M, N] with an fp32 (fp64) accumulator that is not rounded."""
+    if a.dtype == torch.bfloat16:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a @ b
+
+
+def tree(count: int, leaf: Callable[[int], torch.Tensor], start: int = 0) -> torch.Tensor:
+    """Balanced tree over `count` (a power of two, or any count: then left to right) leaves, made
+    one after the other so that few are alive at a time."""
+    if count & (count - 1):
+        total = leaf(start)
+        for i in range(start + 1, start + count):
+            total = total + leaf(i)
+        return total
+    if count == 1:
+        return leaf(start)
+    half = count // 2
+    return tree(half, leaf, start) + tree(half, leaf, start + half)
+
+
+def parameter_gradient(
+    parameter: torch.Tensor, add: Callable[[torch.Tensor], None]
+) -> torch.Tensor | None:
+    """Give `add` the fp32 tensor into which this parameter's gradient goes.
+
+    That is megatron's `main_grad` where DistributedDataParallel made one (then None is returned
+    to autograd, and the parameter is marked), otherwise a new tensor, returned in the parameter's
+    dtype.
+    """
+    main = getattr(parameter, "main_grad", None)
+    if main is not None:
+        add(main)
+        parameter.grad_added_to_main_grad = True
+        return None
+    gradient = torch.zeros(
+        parameter.shape, dtype=accumulator_dtype(parameter.dtype), device=parameter.device
+    )
+    add(gradient)
+    return gradient.to(parameter.dtype)

@@ -1,0 +1,63 @@
+"""The named places of the model: every layer hands its result through `tap`.
+
+A tap counts the call, so that a readback can show that the intended path ran, and is where a
+one-ulp fault is injected, so that a comparison can show that it would have noticed one. A trainer
+process holds one model, so both are process-wide by nature.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from .ops.fault import FINAL_OPS, LAYER_OPS, Fault, flip_one_ulp, parse_fault
+
+__all__ = ["FINAL_OPS", "LAYER_OPS", "Fault", "calls", "flip", "parse_fault", "set_fault", "tap"]
+
+_fault: Fault | None = None
+_rank = 0
+calls: Counter[str] = Counter()
+
+
+def set_fault(fault: Fault | None, rank: int = 0) -> None:
+    """Inject `fault` from now on (None: no more). `rank` is this process's tensor-parallel rank,
+    which a fault's own `rank` is compared with."""
+    global _fault, _rank
+    _fault, _rank = fault, rank
+
+
+def active_fault() -> Fault | None:
+    """The fault in force, or None."""
+    return _fault
+
+
+class _Flip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, fault, layer, op, rank):  # noqa: ANN001, ANN205
+        out = flip_one_ulp(fault, tensor, layer=layer, op=op, rank=rank)
+        return out.view_as(out) if out is tensor else out
+
+    @staticmethod
+    def backward(ctx, gradient):  # noqa: ANN001, ANN205
+        return gradient, None, None, None, None
+
+
+def flip(layer: int | None, op: str, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, or a copy with one ulp flipped where the fault names this place; no gradient."""
+    if _fault is None:
+        return tensor
+    return flip_one_ulp(_fault, tensor, layer=layer, op=op, rank=_rank)
+
+
+def tap(layer: int | None, op: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The result of `op` in `layer` (0-based; None outside the layers) passes through here.
+
+    tensor: [rows, ...], any dtype. Returns it, or a faulty copy whose gradient passes unchanged.
+    """
+    calls[op if layer is None else f"{layer}.{op}"] += 1
+    if _fault is None:
+        return tensor
+    if (_fault.layer, _fault.op) != (layer, op):
+        return tensor
+    return _Flip.apply(tensor, _fault, layer, op, _rank)

@@ -1,0 +1,1 @@
+"""Layer classes that megatron-core builds from our spec; each wraps one differentiable op."""

@@ -1,0 +1,277 @@
+"""One rank of the Megatron trainer: score, train, export. A plain class; an actor may wrap it.
+
+Every method is collective: call it on all ranks with equal arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import fields
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Iterator, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_patch import cpu_platform
+from megatron_patch.config import ModelShape
+from megatron_patch.contracts import padded_vocabulary, policy_for
+from megatron_patch.schema import DEFAULT_CONTRACT
+
+from .batch import Batch
+from .trainer_config import CONTRACT_OFF, TrainerRankConfig
+from .trainer_steps import PolicySteps, StockSteps
+
+__all__ = ["Batch", "TrainerRank", "TrainerRankConfig"]
+
+
+class TrainerRank:
+    """A model shard with its optimizer. `initialize`, then `load`, then anything else."""
+
+    def __init__(self, config: TrainerRankConfig) -> None:
+        self.config = config
+        self.shape = ModelShape(
+            **{f.name: getattr(config, f.name) for f in fields(ModelShape)}
+        )
+        self.device = torch.device("cpu")
+        self._loaded_from: Path | None = None
+
+    @contextlib.contextmanager
+    def _platform(self) -> Iterator[None]:
+        if self.config.device == "cuda":
+            yield
+        else:
+            with cpu_platform.active():
+                yield
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding and head tables over all ranks."""
+        contract = self.config.contract
+        name = DEFAULT_CONTRACT if contract == CONTRACT_OFF else contract
+        return padded_vocabulary(name, self.shape.vocab_size)
+
+    def initialize(self) -> None:
+        """Join the process group; build model, gradient buffers and optimizer.
+
+        Raises `ValueError` where the layout, the contract or the model cannot go together.
+        """
+        config = self.config
+        torch.set_num_threads(config.num_threads)
+        if config.device == "cuda":
+            self.device = torch.device("cuda", config.local_device_index)
+            torch.cuda.set_device(self.device)
+            # Backward must give the same bits twice; cuBLAS also wants its workspace setting,
+            # which the launcher renders into this process's environment.
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        dist.init_process_group(
+            "nccl" if config.device == "cuda" else "gloo",
+            init_method=f"tcp://{config.master_addr}:{config.master_port}",
+            rank=config.rank,
+            world_size=config.world_size,
+            timeout=timedelta(seconds=config.start_timeout_s),
+        )
+        with self._platform():
+            self._build()
+
+    def _build(self) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        from megatron_patch import faults
+        from megatron_patch.model import build_policy_model, build_stock_model
+
+        config = self.config
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=config.tensor_parallel_size,
+            pipeline_model_parallel_size=config.pipeline_parallel_size,
+            context_parallel_size=config.context_parallel_size,
+            create_gloo_process_groups=False,
+        )
+        torch.manual_seed(config.seed)
+        if config.device == "cuda":
+            from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+            model_parallel_cuda_manual_seed(config.seed)
+        options: dict[str, Any] = {
+            "device": self.device,
+            "recompute": config.recompute,
+            "megatron": dict(config.megatron),
+        }
+        if config.contract == CONTRACT_OFF:
+            self.model = build_stock_model(self.shape, **options)
+            self.steps: PolicySteps = StockSteps(self.model, config, self.device)
+        else:
+            policy = policy_for(
+                config.contract,
+                segments=config.segments,
+                rollout_tensor_parallel_size=config.rollout_tensor_parallel_size,
+                tensor_parallel_size=config.tensor_parallel_size,
+                vocab_size=self.shape.vocab_size,
+                attention_width=self.shape.attention_width,
+                intermediate_size=self.shape.intermediate_size,
+            )
+            self.model = build_policy_model(self.shape, policy, **options)
+            self.steps = PolicySteps(self.model, config, self.device)
+        fault = None if config.fault is None else faults.parse_fault(config.fault)
+        faults.set_fault(fault, parallel_state.get_tensor_model_parallel_rank())
+        self.model.to(self.device)
+        self.ddp = DistributedDataParallel(
+            self.model.config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=False,
+                use_distributed_optimizer=False,
+                check_for_nan_in_grad=True,
+            ),
+            self.model,
+        )
+        self.model.config.finalize_model_grads_func = finalize_model_grads
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.adam_beta1,
+                adam_beta2=config.adam_beta2,
+                adam_eps=config.adam_eps,
+                clip_grad=config.clip_grad,
+                bf16=True,
+                params_dtype=torch.bfloat16,
+                use_distributed_optimizer=False,
+            ),
+            [self.ddp],
+            use_gloo_process_groups=False,
+        )
+
+    def load(self, model_path: str | Path) -> None:
+        """Read this rank's share of a Hugging Face folder; the optimizer starts from it.
+
+        Raises `ValueError` naming a tensor that is missing, mis-shaped or not bf16.
+        """
+        from megatron_patch.checkpoint import load_hf
+
+        folder = Path(model_path)
+        with self._platform():
+            load_hf(self.model, self.shape, self.padded_vocab_size, folder)
+            self.optimizer.reload_model_params()
+        self._loaded_from = folder
+
+    def _require_weights(self) -> Path:
+        if self._loaded_from is None:
+            raise ValueError("trainer rank: no weights yet; call load(model_path) first")
+        return self._loaded_from
+
+    def score(self, batch: Batch, temperature: float) -> list[np.ndarray]:
+        """Logprobs of every response token at `temperature`: per sequence an fp32 array of its
+        response length, the same on every rank. No graph is kept."""
+        self._require_weights()
+        with self._platform(), torch.no_grad():
+            self.ddp.eval()
+            flat = self.steps.score(self.ddp, batch, temperature)
+        return np.split(flat.cpu().numpy(), np.cumsum(batch.response_lengths)[:-1])
+
+    def train(
+        self,
+        batch: Batch,
+        advantages: Sequence[float],
+        old_logprobs: Sequence[np.ndarray],
+        temperature: float,
+        clip_eps: float = 0.2,
+    ) -> dict[str, float]:
+        """One optimizer step on the clipped policy loss, divided by the number of response tokens.
+
+        advantages: one number per sequence; old_logprobs: per sequence the rollout's fp32
+        logprobs. Returns, on every rank, `loss`, `grad_norm` (before clipping), `clip_fraction`,
+        `num_tokens`, `max_abs_logprob_diff` (new against old) and `update_applied` (1.0 or 0.0).
+        Raises `ValueError` on lengths that do not fit, numbers that are not finite, or a batch
+        without response tokens.
+        """
+        self._require_weights()
+        per_token = _per_token(batch, advantages, old_logprobs)
+        with self._platform():
+            self.ddp.train()
+            self.ddp.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            result = self.steps.train(self.ddp, batch, *per_token, temperature, clip_eps)
+            applied, grad_norm, _ = self.optimizer.step()
+        return {**result, "grad_norm": float(grad_norm), "update_applied": float(bool(applied))}
+
+    def export_weights(self) -> list[tuple[str, torch.Tensor]]:
+        """On rank 0 every (Hugging Face name, whole bf16 CPU tensor); elsewhere an empty list."""
+        from megatron_patch.checkpoint import export_hf
+
+        with self._platform():
+            return list(export_hf(self.model, self.shape, self.padded_vocab_size))
+
+    def weights_digest(self) -> str:
+        """Digest of the whole model's bits (64 hex digits), the same on every rank."""
+        from megatron_patch.checkpoint import weights_digest
+
+        with self._platform():
+            return weights_digest(self.model, self.shape, self.padded_vocab_size)
+
+    def save_hf(self, folder: str | Path) -> None:
+        """Write a Hugging Face folder, with the loaded folder's config and tokenizer files."""
+        from megatron_patch.checkpoint import save_hf
+
+        like = self._require_weights()
+        with self._platform():
+            save_hf(self.model, self.shape, self.padded_vocab_size, Path(folder), like)
+
+    def readback(self) -> dict[str, Any]:
+        """What is live in this rank (`megatron_patch.readback`), with its place in the layout."""
+        from megatron.core import parallel_state
+
+        place = {
+            "rank": self.config.rank,
+            "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
+            "pp_rank": parallel_state.get_pipeline_model_parallel_rank(),
+            "cp_rank": parallel_state.get_context_parallel_rank(),
+            "loaded": self._loaded_from is not None,
+        }
+        if self.config.contract == CONTRACT_OFF:
+            return {**place, "contract": CONTRACT_OFF, "fingerprint": None}
+        from megatron_patch.readback import readback
+
+        return {**place, **readback(self.model.config, self.device)}
+
+    def shutdown(self) -> None:
+        """Leave the process group; the object is of no further use. Safe to call twice."""
+        from megatron.core import parallel_state
+
+        if dist.is_initialized():
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+
+def _per_token(
+    batch: Batch, advantages: Sequence[float], old_logprobs: Sequence[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Advantages and old logprobs, one fp32 number per response token of the batch."""
+    if len(advantages) != len(batch) or len(old_logprobs) != len(batch):
+        raise ValueError(
+            f"train: {len(batch)} sequences, {len(advantages)} advantages, "
+            f"{len(old_logprobs)} arrays of logprobs; all three must be equal"
+        )
+    if batch.num_response_tokens == 0:
+        raise ValueError("train: the batch has no response token; there is nothing to learn from")
+    for number, (old, length) in enumerate(
+        zip(old_logprobs, batch.response_lengths, strict=True)
+    ):
+        if len(old) != length:
+            raise ValueError(
+                f"train: sequence {number} has {length} response tokens and {len(old)} logprobs"
+            )
+    per_token = np.repeat(np.asarray(advantages, dtype=np.float32), batch.response_lengths)
+    old = np.concatenate([np.asarray(x, dtype=np.float32) for x in old_logprobs])
+    if not (np.isfinite(per_token).all() and np.isfinite(old).all()):
+        raise ValueError("train: advantages and logprobs must be finite")
+    return per_token, old
