@@ -43,7 +43,7 @@ def exp(x):
     y = y * ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
     y = tl.where(x < _EXP_MIN, 0.0, y)
     # minimum and maximum drop a NaN, the reference's clamp keeps it.
-    return tl.where(x == x, y, x)
+    return tl.where(x == x, y, x)  # noqa: PLR0124
 
 
 @triton.jit

@@ -1,0 +1,1 @@
+"""Measurements and conformance checks that a GPU host runs."""

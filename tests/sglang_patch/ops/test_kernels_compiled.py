@@ -1,0 +1,170 @@
+"""The kernels compiled for real GPUs, here without one: that they compile, and which instructions
+decide their bits."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+from ahead_of_time import AMPERE, HOPPER, compile_ptx, instructions
+
+from sglang_patch.ops.elementary_kernel import UNFUSED
+from sglang_patch.ops.linear.kernel import BLOCK_K, GROUP
+from sglang_patch.ops.linear.kernel import TILES as LINEAR_TILES
+from sglang_patch.ops.row_linear.kernel import TILES as ROW_TILES
+
+TARGETS = {"sm80": AMPERE, "sm90": HOPPER}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
+
+
+def kernel(op: str, name: str) -> Any:
+    """The jitted function; the package's attribute of that name is the public op."""
+    return getattr(importlib.import_module(f"sglang_patch.ops.{op}.kernel"), name)
+
+
+def _integers(*names: str) -> dict[str, str]:
+    return dict.fromkeys(names, "i32")
+
+
+EXACT: dict[str, tuple[str, str, dict[str, str], dict[str, Any]]] = {
+    f"rms_norm-{hidden}": (
+        "rms_norm",
+        "rms_norm_kernel",
+        {
+            "x_ptr": "*bf16",
+            "weight_ptr": "*fp32",
+            "residual_ptr": "*fp32",
+            "out_ptr": "*bf16",
+            "stream_ptr": "*fp32",
+            "eps": "fp32",
+            **_integers("rows", "x_stride", "residual_stride"),
+        },
+        {"HIDDEN": hidden, "HAS_RESIDUAL": True, "ROWS": rows, "COLUMNS": 1 << levels}
+        | {"LEVELS": levels},
+    )
+    for hidden, rows, levels in ((128, 16, 7), (2560, 1, 12))
+}
+EXACT["rope"] = (
+    "rope",
+    "rope_kernel",
+    {
+        **dict.fromkeys(("query_ptr", "key_ptr", "query_out_ptr", "key_out_ptr"), "*bf16"),
+        "positions_ptr": "*i64",
+        "table_ptr": "*fp32",
+        **_integers("query_heads", "key_heads", "positions_stride", "table_stride"),
+        **_integers("query_token_stride", "query_head_stride", "query_dim_stride"),
+        **_integers("key_token_stride", "key_head_stride", "key_dim_stride"),
+    },
+    {"HALF": 64, "HEADS": 8, "COLUMNS": 64},
+)
+EXACT["silu_mul"] = (
+    "silu_mul",
+    "silu_mul_kernel",
+    {"gate_up_ptr": "*bf16", "out_ptr": "*bf16", **_integers("width", "row_stride")},
+    {"COLUMNS": 1024},
+)
+EXACT["segment_statistics"] = (
+    "log_softmax",
+    "segment_statistics_kernel",
+    {
+        **dict.fromkeys(("logits_ptr", "largest_ptr", "total_ptr"), "*fp32"),
+        **_integers("real_columns", "width", "row_stride", "column_stride"),
+    },
+    {"COLUMNS": 4096, "COLUMN_LEVELS": 12, "BLOCKS": 8, "BLOCK_LEVELS": 3},
+)
+EXACT["combine_segments"] = (
+    "log_softmax",
+    "combine_segments_kernel",
+    {**dict.fromkeys(("largest_ptr", "total_ptr", "out_ptr"), "*fp32"), "rows": "i32"},
+    {"SEGMENTS": 8, "ROWS": 16, "COLUMNS": 8, "LEVELS": 3},
+)
+
+
+@pytest.mark.parametrize("case", list(EXACT))
+@pytest.mark.parametrize("target", list(TARGETS))
+def test_exact_kernels_round_every_operation(case: str, target: str) -> None:
+    op, name, types, constants = EXACT[case]
+    ptx = compile_ptx(kernel(op, name), types, constants, TARGETS[target], **UNFUSED)
+    used = instructions(ptx)
+    # `mul.f32` without `.rn` may be fused into an add by the assembler, `mul.rn.f32` may not.
+    inexact = {i for i in used if i.startswith(("fma.", "ex2.", "lg2.", "rcp.", "rsqrt."))}
+    inexact |= used & {"mul.f32", "add.f32", "sub.f32", "div.full.f32", "sqrt.approx.f32"}
+    inexact |= {i for i in used if ".ftz" in i or ".approx" in i}
+    assert not inexact
+    assert "mul.rn.f32" in used
+    if case.startswith("rms_norm"):
+        assert {"div.rn.f32", "sqrt.rn.f32"} <= used
+
+
+def test_without_the_launch_option_multiplies_are_fused() -> None:
+    op, name, types, constants = EXACT["silu_mul"]
+    used = instructions(compile_ptx(kernel(op, name), types, constants, HOPPER))
+    assert "fma.rn.f32" in used, "the check above would see a fused multiply-add"
+
+
+@pytest.mark.parametrize("target", list(TARGETS))
+def test_products_use_the_tensor_core_with_fp32_accumulators(target: str) -> None:
+    types = {
+        **dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr"), "*bf16"),
+        "out_ptr": "*fp32",
+        **_integers("rows", "columns", "k_size", "x_row_stride", "weight_row_stride"),
+    }
+    common = {"x_k_stride": 1, "weight_k_stride": 1, "BLOCK_K": BLOCK_K, "GROUP": GROUP}
+    for tile in LINEAR_TILES:
+        constants = {
+            "HAS_BIAS": True,
+            "EVEN_K": False,
+            **common,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+        }
+        linear = kernel("linear", "linear_kernel")
+        options = {"num_warps": tile.warps, "num_stages": tile.stages, **UNFUSED}
+        ptx = compile_ptx(linear, types, constants, TARGETS[target], **options)
+        assert any("mma" in i and ".f32.bf16.bf16" in i for i in instructions(ptx)), tile
+    del types["bias_ptr"], types["k_size"]
+    for tile in ROW_TILES:
+        for out, width, run, levels in (("*fp32", 1216, 2, 2), ("*bf16", 128, 19, 2)):
+            constants = {
+                "LEAF_WIDTH": width,
+                "RUN": run,
+                "LEVELS": levels,
+                **common,
+                "BLOCK_M": tile.block_m,
+                "BLOCK_N": tile.block_n,
+            }
+            row_linear = kernel("row_linear", "row_linear_kernel")
+            options = {"num_warps": tile.warps, "num_stages": tile.stages, **UNFUSED}
+            kinds = {**types, "out_ptr": out}
+            ptx = compile_ptx(row_linear, kinds, constants, TARGETS[target], **options)
+            used = instructions(ptx)
+            assert any("mma" in i and ".f32.bf16.bf16" in i for i in used), tile
+            assert "fma.rn.f32" not in used, tile
+            assert not any("tf32" in i for i in used), tile
+
+
+@pytest.mark.parametrize("target", list(TARGETS))
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_attention_compiles(target: str, head_dim: int) -> None:
+    types = {
+        **dict.fromkeys(("query_ptr", "key_ptr", "value_ptr", "out_ptr"), "*bf16"),
+        "lse_ptr": "*fp32",
+        "log2_scale": "fp32",
+        **dict.fromkeys(("query_starts_ptr", "key_starts_ptr"), "*i32"),
+        **_integers("tokens", "heads", "group"),
+        **_integers(
+            *(f"{x}_{y}_stride" for x in ("query", "key", "value") for y in ("token", "head"))
+        ),
+    }
+    constants = {"HEAD_DIM": head_dim, "COLUMNS": head_dim}
+    constants |= {"BLOCK_QUERIES": 64, "BLOCK_KEYS": 64}
+    attention = kernel("attention", "attention_kernel")
+    ptx = compile_ptx(
+        attention, types, constants, TARGETS[target], num_warps=4, num_stages=2, **UNFUSED
+    )
+    assert any("mma" in i and ".f32.bf16.bf16" in i for i in instructions(ptx))

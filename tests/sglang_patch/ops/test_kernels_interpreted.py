@@ -1,0 +1,35 @@
+"""Runs `interpreted_kernels.py` in a process of its own, under Triton's interpreter.
+
+The interpreter is chosen when a kernel is defined, so it cannot be switched on inside this process
+without changing every other test that imports a kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+CASES = Path(__file__).with_name("interpreted_kernels.py")
+ROOT = Path(__file__).parents[3]
+
+
+def test_kernels_under_the_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(CASES)]
+    done = subprocess.run(
+        command,
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    passed = re.search(r"(\d+) passed", output)
+    assert passed and int(passed.group(1)) > 40, output
+    assert "skipped" not in output, output
