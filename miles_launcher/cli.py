@@ -31,7 +31,7 @@ app = typer.Typer(
 Model = Annotated[str, typer.Argument(help="A name from `miles profiles`, in any case.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Settings, such as run.temperature=0.7."),
+    typer.Argument(metavar="KEY=VALUE", help="Settings, such as run.temperature=0.7."),
 ]
 Tp = Annotated[int | None, typer.Option("--tp", help="Tensor parallel, both sides.")]
 RolloutTp = Annotated[int | None, typer.Option("--rollout-tp", help="Of the rollout alone.")]

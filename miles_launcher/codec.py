@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Hashable
-from functools import cache
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -46,9 +44,7 @@ def from_data(kind: type[T], data: Any, where: str = "") -> T:
     return kind(**values)
 
 
-@cache
-def _hints(kind: Hashable) -> dict[str, Any]:
-    assert isinstance(kind, type)
+def _hints(kind: type) -> dict[str, Any]:
     hints = typing.get_type_hints(kind)
     return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
 

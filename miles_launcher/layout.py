@@ -140,15 +140,24 @@ def _segment_choices(contract: str) -> list[int]:
 
 def _row_sums(layout: Layout, profile: ModelProfile, contract: str, segments: int) -> list[str]:
     rule = get_contract(contract).row_linear
-    if rule.order == "segments" and segments not in _segment_choices(contract):
-        if segments == max(layout.rollout_tp, layout.train_tp):
-            # It follows from a tensor-parallel size that is reported already.
-            return []
-        listed = ", ".join(map(str, _segment_choices(contract)))
-        return [f"--segments={segments} must be a power of two; choose from {listed}"]
     largest = rule.max_tensor_parallel_size
     sides = [(f, tp) for f, tp in _sides(layout) if _is_power_of_two(tp) and tp <= largest]
-    violations = []
+    # A size that the contract refuses outright has no order to ask the schema for.
+    violations = [
+        f"{layer}: K={k_global} is not divisible by {flag}={tp}"
+        for layer, k_global in profile.row_parallel_layers
+        for flag, tp in _sides(layout)
+        if (flag, tp) not in sides and k_global % tp
+    ]
+    if rule.order == "segments" and segments not in _segment_choices(contract):
+        if segments != max(layout.rollout_tp, layout.train_tp):
+            listed = ", ".join(map(str, _segment_choices(contract)))
+            violations.append(f"--segments={segments} must be a power of two; choose from {listed}")
+        # Otherwise it follows from a tensor-parallel size that is reported already.
+        return violations
+    if layout.rollout_tp not in [tp for _, tp in sides]:
+        # The rollout fixes the order; without one there is nothing for the trainer to fit into.
+        return violations
     for layer, k_global in profile.row_parallel_layers:
         for flag, tp in sides:
             reason = _row_refusal(contract, k_global, layout.rollout_tp, tp, segments)

@@ -97,15 +97,10 @@ def _contract(inputs: RenderInputs) -> Switch:
         reason="patched rollout surfaces; the number of segments travels with the name",
         engine={
             "true_on_policy_contract": f"{policy.contract}:segments={policy.segments}",
-            "rl_on_policy_target": "fsdp",
             "enable_deterministic_inference": True,
         },
         rollout_env=env,
-        readback=(
-            "true_on_policy_contract",
-            "rl_on_policy_target",
-            "enable_deterministic_inference",
-        ),
+        readback=("true_on_policy_contract", "enable_deterministic_inference"),
     )
 
 
@@ -120,7 +115,6 @@ def _device(inputs: RenderInputs) -> Switch:
             trainer_env={"NVIDIA_TF32_OVERRIDE": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
             readback=("device",),
         )
-    threads = max(1, len(inputs.cpu_ids) // inputs.layout.train_world_size)
     return Switch(
         setting="--device",
         reason="no GPU: the real engine on its CPU platform, any GPU hidden",
@@ -131,9 +125,11 @@ def _device(inputs: RenderInputs) -> Switch:
             "SGLANG_PLATFORM": CPU_PLATFORM,
             # The engine's own CPU path wants an AMX build of its kernels.
             "SGLANG_USE_CPU_ENGINE": "0",
+            # Nothing on this path is compiled, and compiling costs more than it gives here.
+            "TORCHDYNAMO_DISABLE": "1",
             "SGLANG_CPU_OMP_THREADS_BIND": core_groups(inputs.cpu_ids, inputs.layout.rollout_tp),
         },
-        trainer_env={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)},
+        trainer_env={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         readback=("device",),
     )
 
@@ -268,15 +264,19 @@ def _engine_sizes(inputs: RenderInputs) -> Switch:
         "context_length": rollout.context_length or inputs.profile.max_position_embeddings,
         "chunked_prefill_size": rollout.chunked_prefill_size,
         "disable_radix_cache": not rollout.radix_cache,
-        "disable_cuda_graph": not rollout.cuda_graph,
+        "disable_cuda_graph": inputs.device == "cpu" or not rollout.cuda_graph,
         "skip_server_warmup": True,
+        # An idle scheduler polls in a loop; colocated on CPU cores it would starve the trainer.
+        "sleep_on_idle": inputs.device == "cpu",
+        # Prompts go in and responses come out as token ids; the launcher holds the tokenizer.
+        "skip_tokenizer_init": True,
         "log_level": rollout.log_level,
     }
     if total is not None:
         engine["max_total_tokens"] = total
     return Switch(
         setting="rollout.*",
-        reason="sizes of the engine; what has changed a row's bits elsewhere is off until asked for",
+        reason="sizes of the engine; what has changed a row's bits before is off until asked for",
         engine=engine,
         readback=("page_size", "chunked_prefill_size", "disable_radix_cache", "disable_cuda_graph"),
     )

@@ -38,6 +38,7 @@ class RunSettings:
 
     `prompts` is `builtin:NAME` or a JSONL file, `reward` is `builtin:NAME` or `module:function`.
     `max_new_tokens` counts response tokens; the penalties and cut-offs are SGLang's.
+    `checkpoint_every` counts steps; the last step is always kept, and 0 keeps it alone.
     """
 
     steps: int = 3
@@ -55,6 +56,7 @@ class RunSettings:
     logprob_source: str = "decode"
     prompts: str = "builtin:lowercase"
     reward: str = "builtin:lowercase"
+    checkpoint_every: int = 0
 
     @property
     def samples_per_step(self) -> int:
@@ -78,17 +80,17 @@ class TrainSettings:
 class RolloutSettings:
     """Sizes of the engine. None: derived from device and profile in `render.py`.
 
-    `chunked_prefill_size` -1, `cuda_graph` and `radix_cache` False: each has changed a row's bits
-    somewhere, so they are off until asked for; the gate judges a run that asks.
+    `chunked_prefill_size` (tokens; -1 for none), `cuda_graph` and `radix_cache` have each changed
+    a row's bits in some engine. Here they change none, so they are on; the gate judges every run.
     """
 
     mem_fraction_static: float | None = None
     max_total_tokens: int | None = None
     max_running_requests: int = 64
     context_length: int | None = None
-    chunked_prefill_size: int = -1
-    cuda_graph: bool = False
-    radix_cache: bool = False
+    chunked_prefill_size: int = 2048
+    cuda_graph: bool = True
+    radix_cache: bool = True
     log_level: str = "info"
 
 
@@ -192,6 +194,8 @@ def _range_problems(settings: Settings) -> list[str]:
             f"rollout.chunked_prefill_size={rollout.chunked_prefill_size} must be positive, "
             "or -1 for none"
         )
+    if run.checkpoint_every < 0:
+        problems.append(f"run.checkpoint_every={run.checkpoint_every} must be 0 or more")
     if cluster.num_gpus is not None and cluster.num_gpus < 0:
         problems.append(f"cluster.num_gpus={cluster.num_gpus} must be 0 or more")
     if settings.device not in DEVICES:

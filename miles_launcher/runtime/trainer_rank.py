@@ -142,7 +142,8 @@ class TrainerRank:
                 adam_beta1=config.adam_beta1,
                 adam_beta2=config.adam_beta2,
                 adam_eps=config.adam_eps,
-                clip_grad=config.clip_grad,
+                # Clipped before the step, by the same amount at every tensor-parallel size.
+                clip_grad=0.0,
                 bf16=True,
                 params_dtype=torch.bfloat16,
                 use_distributed_optimizer=False,
@@ -194,6 +195,8 @@ class TrainerRank:
         Raises `ValueError` on lengths that do not fit, numbers that are not finite, or a batch
         without response tokens.
         """
+        from megatron_patch.grad_norm import clip_gradients
+
         self._require_weights()
         per_token = _per_token(batch, advantages, old_logprobs)
         with self._platform():
@@ -201,8 +204,9 @@ class TrainerRank:
             self.ddp.zero_grad_buffer()
             self.optimizer.zero_grad()
             result = self.steps.train(self.ddp, batch, *per_token, temperature, clip_eps)
-            applied, grad_norm, _ = self.optimizer.step()
-        return {**result, "grad_norm": float(grad_norm), "update_applied": float(bool(applied))}
+            grad_norm = clip_gradients(self.ddp, self.config.clip_grad)
+            applied, _, _ = self.optimizer.step()
+        return {**result, "grad_norm": grad_norm, "update_applied": float(bool(applied))}
 
     def export_weights(self) -> list[tuple[str, torch.Tensor]]:
         """On rank 0 every (Hugging Face name, whole bf16 CPU tensor); elsewhere an empty list."""

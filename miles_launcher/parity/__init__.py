@@ -1,0 +1,1 @@
+"""Compare bits, fail closed, say what was found. Nothing here imports torch or an engine."""

@@ -1,0 +1,1 @@
+"""The run itself: Ray places the roles, the driver loops, the gate decides."""

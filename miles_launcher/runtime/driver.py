@@ -1,0 +1,130 @@
+"""`run_launch`: from a written plan to an exit code, with a report whatever happens."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from ..parity.gate import GateClosed
+from ..parity.report import REPORT_FILE, Report, read_steps
+from ..plan import LaunchPlan, read
+from ..seeded_weights import ensure_seeded_weights
+from .checkpoints import newest_checkpoint
+from .cluster import Cluster, ProcessDied
+from .events import StepEvents
+from .loop import Loop
+from .progress import Progress, show_end
+from .session import Session
+
+EXACT, CONFIGURATION, GATE, DIED, INTERRUPTED = 0, 2, 3, 4, 130
+_VERSIONS = ("miles-launcher", "sglang", "megatron-core", "torch", "triton", "ray")
+
+
+def run_launch(plan_path: Path, parity_only: bool) -> int:
+    """Run the plan in `plan_path`; returns 0 exact, 2 configuration, 3 gate closed, 4 a process
+    died, 130 interrupted. `report.json` beside the plan is complete in every case."""
+    plan = read(plan_path)
+    out = Path(plan.paths.out)
+    report = _new_report(plan)
+    progress = Progress(report)
+    try:
+        with _terminable(), progress:
+            _run(plan, report, progress, out, parity_only)
+        report.finish("complete", EXACT)
+    except GateClosed as closed:
+        report.finish("gate closed", GATE, str(closed))
+    except ProcessDied as died:
+        report.finish("process died", DIED, str(died))
+    except ValueError as error:
+        report.finish("configuration", CONFIGURATION, str(error))
+    except KeyboardInterrupt:
+        report.finish("interrupted", INTERRUPTED, "interrupted; every process was ended")
+    path = report.write(out)
+    show_end(report, progress.console, path)
+    assert report.exit_code is not None
+    return report.exit_code
+
+
+def _new_report(plan: LaunchPlan) -> Report:
+    layout = plan.layout
+    return Report(
+        model=plan.model.name,
+        contract=plan.contract,
+        segments=plan.segments,
+        layout={
+            "rollout_tp": layout.rollout_tp,
+            "train_tp": layout.train_tp,
+            "pp": layout.pp,
+            "cp": layout.cp,
+        },
+        device=plan.device,
+        versions={name: importlib.metadata.version(name) for name in _VERSIONS},
+        steps_planned=plan.run.steps,
+    )
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends a run as Ctrl-C does: processes ended, report written."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _run(
+    plan: LaunchPlan, report: Report, progress: Progress, out: Path, parity_only: bool
+) -> None:
+    resumed = newest_checkpoint(out) if plan.resume else None
+    model_path = Path(plan.paths.model_path)
+    with progress.phase("weights", report.start_seconds, "weights"):
+        if plan.paths.seeded:
+            ensure_seeded_weights(plan.model, plan.paths.weights_seed, model_path)
+    if plan.resume and (out / REPORT_FILE).is_file():
+        done = 0 if resumed is None else resumed[0]
+        report.steps = read_steps(out)[:done]
+    weights = model_path if resumed is None else resumed[1]
+    report.write(out)
+    ranks = (plan.layout.rollout_tp, plan.trainer.world_size)
+    cluster = Cluster(
+        device=plan.device,
+        num_gpus=plan.num_gpus or 0,
+        colocate=plan.cluster.colocate,
+        ranks=ranks,
+    )
+    events = StepEvents(out)
+    try:
+        with progress.phase("starting ray", report.start_seconds, "ray"):
+            cluster.__enter__()
+        try:
+            session = Session(cluster, plan)
+            loop = Loop(plan, session, report, progress, weights, parity_only=parity_only)
+            with progress.phase("starting engine and trainer", report.start_seconds, "roles"):
+                session.start(str(weights))
+                if resumed is not None:
+                    session.restore_optimizer(resumed[1])
+            with progress.phase("comparing fingerprints", report.start_seconds, "fingerprint"):
+                report.fingerprint = session.fingerprints()
+                session.digests()
+            report.write(out)
+            loop.run(events)
+            report.peak_memory_bytes = session.peak_memory()
+        finally:
+            with progress.phase("ending processes", report.start_seconds, "end"):
+                cluster.__exit__()
+    finally:
+        events.close()
+
+
+__all__ = ["run_launch"]
+assert os.name == "posix", "signals and process groups are POSIX"

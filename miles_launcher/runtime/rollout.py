@@ -1,0 +1,126 @@
+"""The rollout engine in a Ray actor: stock `sglang.Engine` with the plan's arguments."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .logs import redirect_output
+
+READBACK_KEY = "true_on_policy"
+DIGEST_RPC = "true_on_policy_update_weights_digest"
+# Weights travel to the engine in parts of about this size, so that no rank holds them twice.
+_BUCKET_BYTES = 1 << 29
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One sampled response: ids, and the logprob of each as the engine returned it (fp32 values)."""
+
+    response_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+
+
+class RolloutEngine:
+    """Runs inside the actor's process. The environment is set before SGLang is imported."""
+
+    def __init__(self, env: Mapping[str, str], log_path: str) -> None:
+        redirect_output(log_path)
+        os.environ.update(env)
+        self._engine: Any = None
+
+    def pid(self) -> int:
+        """This process."""
+        return os.getpid()
+
+    def start(self, engine_kwargs: dict[str, Any]) -> list[int]:
+        """Start the engine; returns the process ids of its children."""
+        import sglang
+
+        from ..render import check_engine_arguments
+
+        # The plugin adds its fields to ServerArgs when an engine first loads plugins.
+        check_engine_arguments(engine_kwargs)
+        self._engine = sglang.Engine(**engine_kwargs)
+        return [int(pid) for pid in self._engine.get_all_child_pids()]
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[Mapping[str, Any]]
+    ) -> list[Generation]:
+        """Sample one response a prompt; logprobs come from decode itself."""
+        outputs = self._engine.generate(
+            input_ids=[list(prompt) for prompt in prompts],
+            sampling_params=[dict(parameters) for parameters in sampling],
+            return_logprob=True,
+        )
+        generations = []
+        for output in outputs:
+            pairs = output["meta_info"]["output_token_logprobs"]
+            generations.append(
+                Generation(
+                    response_ids=tuple(int(pair[1]) for pair in pairs),
+                    logprobs=tuple(float(pair[0]) for pair in pairs),
+                    finish_reason=str((output["meta_info"]["finish_reason"] or {}).get("type")),
+                )
+            )
+        return generations
+
+    def readback(self) -> dict[str, Any]:
+        """`ranks`: one report per scheduler rank (none where the plugin is not live);
+        `arguments`: the engine's resolved arguments."""
+        info = self._engine.get_server_info()
+        state = info["internal_states"][0]
+        return {
+            "ranks": state.get(READBACK_KEY, []),
+            "arguments": {key: value for key, value in info.items() if _plain(value)},
+        }
+
+    def weights_digest(self) -> str | None:
+        """Digest of the live weights over all ranks."""
+        self._engine.collective_rpc(DIGEST_RPC)
+        digests = {rank["weights_digest"] for rank in self.readback()["ranks"]}
+        if len(digests) != 1:
+            raise RuntimeError(f"rollout ranks report different weights digests: {digests}")
+        return digests.pop()
+
+    def update_weights(self, named_tensors: list[tuple[str, Any]]) -> None:
+        """Load new weights by the engine's own interface and drop every cached key and value."""
+        buckets = _buckets(named_tensors)
+        for index, bucket in enumerate(buckets):
+            last = index == len(buckets) - 1
+            result = self._engine.update_weights_from_tensor(bucket, flush_cache=last)
+            success, message = result if isinstance(result, tuple) else (result, "")
+            if not success:
+                raise RuntimeError(f"the engine refused the new weights: {message}")
+
+    def peak_memory(self) -> int:
+        """Peak resident bytes of this process and its children."""
+        from .memory import peak_bytes
+
+        return peak_bytes([os.getpid(), *self._engine.get_all_child_pids()])
+
+    def shutdown(self) -> None:
+        """End the engine's processes."""
+        if self._engine is not None:
+            self._engine.shutdown()
+            self._engine = None
+
+
+def _plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _buckets(named_tensors: list[tuple[str, Any]]) -> list[list[tuple[str, Any]]]:
+    buckets: list[list[tuple[str, Any]]] = [[]]
+    size = 0
+    for name, tensor in named_tensors:
+        bytes_ = tensor.numel() * tensor.element_size()
+        if buckets[-1] and size + bytes_ > _BUCKET_BYTES:
+            buckets.append([])
+            size = 0
+        buckets[-1].append((name, tensor))
+        size += bytes_
+    return buckets

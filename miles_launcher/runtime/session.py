@@ -1,0 +1,153 @@
+"""The started system: one rollout engine, the trainer ranks, and what the driver asks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..parity.gate import check_arguments, check_readbacks, check_weights
+from ..plan import LaunchPlan
+from ..policy import CONTRACT_OFF
+from .batch import Batch
+from .cluster import Cluster, Role
+from .rollout import Generation, RolloutEngine
+from .trainer import TrainerActor, rank_config
+
+LOGS = "logs"
+
+
+class Session:
+    """Handles of the roles. Every call ends in a result, `ProcessDied`, or `GateClosed`."""
+
+    def __init__(self, cluster: Cluster, plan: LaunchPlan) -> None:
+        self._cluster = cluster
+        self._plan = plan
+        self.patched = plan.contract != CONTRACT_OFF
+        self._rollout: Role
+        self._trainers: list[Role] = []
+
+    def start(self, model_path: str) -> None:
+        """Start all roles together and wait until every one is up."""
+        plan, cluster = self._plan, self._cluster
+        timeout = plan.cluster.start_timeout
+        cluster.place(timeout)
+        gpus = cluster.gpu_ids()
+        logs = Path(plan.paths.out) / LOGS
+        self._rollout = cluster.start(
+            "rollout",
+            RolloutEngine,
+            cluster.rollout_bundles()[0],
+            logs / "rollout.log",
+            {**plan.rollout.env, **_visible(gpus, cluster.rollout_bundles())},
+        )
+        for rank in range(plan.trainer.world_size):
+            bundle = cluster.trainer_bundle(rank)
+            role = cluster.start(
+                f"trainer rank {rank}",
+                TrainerActor,
+                bundle,
+                logs / f"trainer-{rank}.log",
+                {**plan.trainer.env, **_visible(gpus, [bundle])},
+            )
+            self._trainers.append(role)
+        roles = [self._rollout, *self._trainers]
+        for role, pid in zip(
+            roles, cluster.wait([(r, r.actor.pid.remote()) for r in roles], timeout=timeout)
+        ):
+            role.pids.append(pid)
+        first = self._trainers[0]
+        address, port = cluster.call(first, first.actor.rendezvous.remote(), timeout=timeout)
+        kwargs = {**plan.rollout.engine_kwargs, "model_path": model_path}
+        starting = [(self._rollout, self._rollout.actor.start.remote(kwargs))]
+        starting += [
+            (role, role.actor.start.remote(rank_config(plan, rank, address, port, 0), model_path))
+            for rank, role in enumerate(self._trainers)
+        ]
+        children = cluster.wait(starting, timeout=timeout)[0]
+        self._rollout.pids += children
+
+    def fingerprints(self) -> dict[str, Any]:
+        """Both sides' fingerprints, once every rank reports an equal one."""
+        live = self._rollout_call("readback")
+        check_arguments(self._plan.rollout.expected_readback, live["arguments"])
+        if not self.patched:
+            return {}
+        trainer = self._on_trainers("readback")
+        return check_readbacks(live["ranks"], trainer, self._plan.layout.rollout_tp)
+
+    def rollout_readbacks(self) -> list[dict[str, Any]]:
+        """One report per scheduler rank."""
+        ranks: list[dict[str, Any]] = self._rollout_call("readback")["ranks"]
+        return ranks
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[dict[str, Any]]
+    ) -> list[Generation]:
+        """Sample one response a prompt."""
+        generations: list[Generation] = self._rollout_call("generate", prompts, sampling)
+        return generations
+
+    def score(self, batch: Batch) -> list[Any]:
+        """The trainer's fp32 logprobs of every response token, one array a sequence."""
+        scores: list[Any] = self._on_trainers("score", batch, self._plan.run.temperature)[0]
+        return scores
+
+    def train(
+        self, batch: Batch, advantages: Sequence[float], old_logprobs: Sequence[Any]
+    ) -> dict[str, float]:
+        """One optimizer step."""
+        result: dict[str, float] = self._on_trainers(
+            "train", batch, advantages, old_logprobs, self._plan.run.temperature
+        )[0]
+        return result
+
+    def sync_weights(self) -> dict[str, str | None]:
+        """Trainer weights into the engine, caches dropped; then the digests of both sides."""
+        exports = [role.actor.call.remote("export_weights") for role in self._trainers]
+        # The tensors go from actor to actor; the head node never holds them.
+        update = self._rollout.actor.update_weights.remote(exports[0])
+        waiting = list(zip(self._trainers[1:], exports[1:], strict=True))
+        self._cluster.wait([*waiting, (self._rollout, update)])
+        return self.digests()
+
+    def digests(self) -> dict[str, str | None]:
+        """Weights digests of both sides; `GateClosed` where they differ."""
+        trainer = set(self._on_trainers("weights_digest"))
+        mine = trainer.pop() if len(trainer) == 1 else None
+        if not self.patched:
+            return {"rollout": None, "trainer": mine}
+        theirs = self._rollout_call("weights_digest")
+        check_weights(theirs, mine)
+        return {"rollout": theirs, "trainer": mine}
+
+    def save(self, folder: Path) -> None:
+        """Write the weights as a Hugging Face folder, and the optimizer beside them."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._cluster.wait([(r, r.actor.save.remote(str(folder))) for r in self._trainers])
+
+    def restore_optimizer(self, folder: Path) -> None:
+        """Read the optimizer that `save` wrote for the same layout."""
+        self._cluster.wait(
+            [(r, r.actor.restore_optimizer.remote(str(folder))) for r in self._trainers]
+        )
+
+    def peak_memory(self) -> dict[str, int]:
+        """Peak resident bytes of each role's processes on this machine's accounting."""
+        roles = [self._rollout, *self._trainers]
+        peaks = self._cluster.wait([(r, r.actor.peak_memory.remote()) for r in roles])
+        return {role.name: peak for role, peak in zip(roles, peaks, strict=True)}
+
+    def _rollout_call(self, method: str, *args: Any) -> Any:
+        call = getattr(self._rollout.actor, method).remote(*args)
+        return self._cluster.call(self._rollout, call)
+
+    def _on_trainers(self, method: str, *args: Any) -> list[Any]:
+        calls = [(role, role.actor.call.remote(method, *args)) for role in self._trainers]
+        return self._cluster.wait(calls)
+
+
+def _visible(gpus: Sequence[tuple[str, str]], bundles: Sequence[int]) -> dict[str, str]:
+    if not gpus:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[bundle][1] for bundle in bundles)}
