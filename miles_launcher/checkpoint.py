@@ -116,7 +116,7 @@ def _weight_files(folder: Path, problems: list[str]) -> Iterable[Path]:
 
 
 def _read_header(path: Path, problems: list[str]) -> dict[str, tuple[str, Shape]]:
-    """`{tensor: (dtype, shape)}` of one file; a damaged one adds a problem and gives what it can."""
+    """`{tensor: (dtype, shape)}` of one file; damage adds a problem and gives what can be read."""
     size = path.stat().st_size
     try:
         with path.open("rb") as file:

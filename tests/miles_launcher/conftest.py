@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from miles_launcher import resolve as resolving
 from miles_launcher.plan import LaunchPlan
 from miles_launcher.profiles import get_profile

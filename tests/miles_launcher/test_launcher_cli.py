@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner, Result
+
 from miles_launcher import cli, doctor
 from miles_launcher.plan import LaunchPlan, read
-from typer.testing import CliRunner, Result
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "ray", "sglang", "megatron", "transformers", "numpy", "tensorboard")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+
 from miles_launcher.layout import Layout, LayoutError, validate
 from miles_launcher.policy import resolve_segments
 from miles_launcher.profiles import get_profile

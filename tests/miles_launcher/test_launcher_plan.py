@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from miles_launcher.faults import FINAL_OPS, LAYER_OPS, FaultPlan, parse_fault
 from miles_launcher.plan import PLAN_FILE, LaunchPlan, check_out, read, write
 

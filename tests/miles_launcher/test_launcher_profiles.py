@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from miles_launcher.conf import CONF_DIR
 from miles_launcher.profiles import (
     PROFILES,
@@ -58,7 +59,7 @@ def test_parameter_counts_are_the_names() -> None:
 
 
 def test_tiny_can_fail() -> None:
-    """down_proj has 12 tiles in runs of 3, several KV heads, and a vocabulary that needs padding."""
+    """down_proj has 12 tiles in runs of 3, several KV heads, a vocabulary that needs padding."""
     tiny = get_profile("qwen3-tiny")
     assert dict(tiny.row_parallel_layers)["down_proj"] == 12 * 128
     assert 1 < tiny.num_key_value_heads < tiny.num_attention_heads

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from miles_launcher.prompts import read_prompts
 from miles_launcher.rewards import Reward, RewardError, RewardSample, load_reward, score
 from miles_launcher.tasks import TASKS, lowercase_share

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from miles_launcher import resolve as resolving
 from miles_launcher.conf import CONF_DIR
 from miles_launcher.plan import LaunchPlan
@@ -135,13 +136,10 @@ def test_unknown_engine_argument_names_the_version(monkeypatch: pytest.MonkeyPat
 
 def test_contract_off_is_a_stock_rollout(plan_for: Any) -> None:
     on, off = plan_for(tp=2), plan_for(tp=2, contract="off")
-    switched = {
-        "true_on_policy_contract",
-        "rl_on_policy_target",
-        "enable_deterministic_inference",
-    }
+    switched = {"true_on_policy_contract", "enable_deterministic_inference"}
     assert switched <= on.rollout.engine_kwargs.keys()
     assert not switched & off.rollout.engine_kwargs.keys()
+    assert not any("rl_on_policy_target" in p.rollout.engine_kwargs for p in (on, off))
     assert off.policy.contract == on.policy.contract and not off.policy.rollout_patched
     assert on.rollout.engine_kwargs["true_on_policy_contract"].endswith("_v2:segments=2")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from miles_launcher import resolve as resolving
 from miles_launcher.conf import CONF_DIR, compose_settings, setting_keys
 from miles_launcher.devices import resolve_device, visible_gpus

@@ -9,6 +9,7 @@ import struct
 from pathlib import Path
 
 import pytest
+
 from miles_launcher import seeded_weights
 from miles_launcher.checkpoint import WeightsError, check_weights, weight_shapes
 from miles_launcher.profiles import check_same_shape, get_profile
