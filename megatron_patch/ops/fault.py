@@ -1,0 +1,81 @@
+"""One-ulp faults, so that a comparison can show that it would have noticed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+LAYER_OPS = (
+    "input_layernorm",
+    "qkv_proj",
+    "q_norm",
+    "k_norm",
+    "rope",
+    "attention",
+    "o_proj",
+    "post_attention_layernorm",
+    "gate_up_proj",
+    "silu_mul",
+    "down_proj",
+)
+FINAL_OPS = ("embedding", "final_norm", "lm_head", "logprob")
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Flip the last bit of one element at one place: `layer` (None: outside the layers), `op`,
+    `rank` of the tensor-parallel group (None: every rank), `token` row (None: the last row)."""
+
+    layer: int | None
+    op: str
+    rank: int | None = None
+    token: int | None = None
+
+
+def parse_fault(text: str) -> Fault:
+    """`LAYER:OP[:RANK[:TOKEN]]`, LAYER a number or `final`; `ValueError` lists the ops."""
+    parts = text.split(":")
+    if not 2 <= len(parts) <= 4:
+        raise ValueError(f"cannot read fault {text!r}: write LAYER:OP[:RANK[:TOKEN]]")
+    layer_text, op = parts[0], parts[1]
+    names = FINAL_OPS if layer_text == "final" else LAYER_OPS
+    if op not in names or not (layer_text == "final" or layer_text.isdecimal()):
+        raise ValueError(
+            f"cannot read fault {text!r}: LAYER is a number with one of {', '.join(LAYER_OPS)}, "
+            f"or final with one of {', '.join(FINAL_OPS)}"
+        )
+    numbers: list[int | None] = []
+    for part in parts[2:]:
+        if not part.isdecimal():
+            raise ValueError(f"cannot read fault {text!r}: {part!r} is not a number")
+        numbers.append(int(part))
+    numbers += [None] * (2 - len(numbers))
+    layer = None if layer_text == "final" else int(layer_text)
+    return Fault(layer=layer, op=op, rank=numbers[0], token=numbers[1])
+
+
+def flip_one_ulp(
+    fault: Fault, tensor: torch.Tensor, *, layer: int | None, op: str, rank: int
+) -> torch.Tensor:
+    """`tensor` with one element's lowest bit flipped when this is the fault's place, else itself.
+
+    The element is the one of largest magnitude in the token's row, so that the change is not lost
+    to a later rounding of something larger beside it. Always a copy: the input is left alone.
+    """
+    place = (fault.layer, fault.op)
+    here = (None if op in FINAL_OPS else layer, op)
+    if place != here or (fault.rank is not None and fault.rank != rank) or not tensor.numel():
+        return tensor
+    out = tensor.clone(memory_format=torch.contiguous_format)
+    row = out.shape[0] - 1 if fault.token is None else fault.token
+    if row >= out.shape[0]:
+        return tensor
+    flat = out[row].reshape(-1)
+    bits = flat.view(_BITS[flat.element_size()])
+    index = int(flat.float().abs().argmax())
+    bits[index] ^= 1
+    assert not torch.equal(out, tensor)
+    return out
