@@ -1,0 +1,37 @@
+# make demo     install, then one training run of the tiny model to its table of zeros
+# make test     install what is missing, then every test
+# make install  .venv with the three packages and their pinned dependencies
+# make lint     ruff, mypy and the pre-commit hooks' other checks
+# make sync-schema   check the vendored copies (repair: tools/sync_schema.py --write)
+
+VENV ?= .venv
+PYTHON ?= python3.11
+PIP := $(VENV)/bin/python -m pip
+STAMP := $(VENV)/.installed
+DEMO_ARGS ?=
+TEST_ARGS ?=
+
+.PHONY: install demo test lint sync-schema
+
+install: $(STAMP)
+
+$(STAMP): requirements.txt constraints.txt sglang_patch/pyproject.toml megatron_patch/pyproject.toml miles_launcher/pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 is needed as '$(PYTHON)'; name another with: make PYTHON=..."; exit 2; }
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --constraint constraints.txt --requirement requirements.txt
+	touch $@
+
+demo: $(STAMP)
+	$(VENV)/bin/miles launch qwen3-tiny --tp 2 $(DEMO_ARGS)
+
+test: $(STAMP) sync-schema
+	$(VENV)/bin/python -m pytest $(TEST_ARGS)
+
+lint: $(STAMP) sync-schema
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+# The checker needs the standard library only, so it runs before anything is installed.
+sync-schema:
+	$(PYTHON) tools/sync_schema.py
