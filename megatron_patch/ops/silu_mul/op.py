@@ -10,7 +10,7 @@ from . import reference
 
 @torch.library.custom_op(f"{NAMESPACE}::silu_mul", mutates_args=(), device_types="cpu")
 def _silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    return reference.silu_mul(gate_up)
+    return reference.silu_mul(gate_up).contiguous()
 
 
 @_silu_mul.register_kernel("cuda")

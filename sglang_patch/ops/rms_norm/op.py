@@ -13,7 +13,9 @@ def _rms_norm(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, stream = reference.rms_norm(x, weight, residual, eps)
-    return out, stream.clone() if stream is x or stream is residual else stream
+    if stream is x:  # an op may not return its input
+        stream = x.clone(memory_format=torch.contiguous_format)
+    return out.contiguous(), stream.contiguous()
 
 
 @_rms_norm.register_kernel("cuda")
@@ -30,8 +32,8 @@ def _(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return (
-        torch.empty_like(x, dtype=rounded_dtype(x.dtype, "bfloat16")),
-        torch.empty_like(x, dtype=accumulator_dtype(x.dtype)),
+        x.new_empty(x.shape, dtype=rounded_dtype(x.dtype, "bfloat16")),
+        x.new_empty(x.shape, dtype=accumulator_dtype(x.dtype)),
     )
 
 

@@ -39,7 +39,8 @@ def _carry(pending, total, run, LEVELS: tl.constexpr):
     for level in tl.static_range(LEVELS):
         slot = pending[level]
         full = ((run >> level) & 1) == 1
-        slots = slots + (tl.where(carrying & (not full), total, slot),)
+        kept = tl.where(carrying & (not full), total, slot)
+        slots = slots + (kept,)  # type: ignore[assignment]
         total = tl.where(carrying & full, _add(slot, total), total)
         carrying = carrying & full
     return slots, total
@@ -79,7 +80,8 @@ def row_linear_kernel(
     total = tl.zeros((BLOCK_M, BLOCK_N), LEAF)
     pending = ()
     for _ in tl.static_range(LEVELS):
-        pending = pending + (tl.zeros((BLOCK_M, BLOCK_N), LEAF),)
+        empty = tl.zeros((BLOCK_M, BLOCK_N), LEAF)
+        pending = pending + (empty,)  # type: ignore[assignment]
     # One loop over all steps of all leaves, so that loads run ahead across the end of a leaf.
     for step in range((RUN << LEVELS) * STEPS):
         leaf = step // STEPS

@@ -168,3 +168,33 @@ def test_attention_compiles(target: str, head_dim: int) -> None:
         attention, types, constants, TARGETS[target], num_warps=4, num_stages=2, **UNFUSED
     )
     assert any("mma" in i and ".f32.bf16.bf16" in i for i in instructions(ptx))
+
+
+@pytest.mark.parametrize("case", list(EXACT))
+def test_a_launch_specialised_on_ones_compiles(case: str) -> None:
+    """Triton makes an integer argument of 1 a constant: one row, one head, one column."""
+    op, name, types, constants = EXACT[case]
+    ones = {n: 1 for n, kind in types.items() if kind == "i32"}
+    kept = {n: kind for n, kind in types.items() if n not in ones}
+    assert compile_ptx(kernel(op, name), kept, {**constants, **ones}, HOPPER, **UNFUSED)
+
+
+def test_products_and_attention_of_one_row_compile() -> None:
+    tile = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": BLOCK_K, "GROUP": GROUP}
+    pointers = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), "*bf16")
+    strides = ("x_row_stride", "x_k_stride", "weight_row_stride", "weight_k_stride")
+    ones = dict.fromkeys(("rows", "columns", *strides), 1)
+    for op, extra in (
+        ("linear", {"k_size": 1, "bias_ptr": None, "HAS_BIAS": False, "EVEN_K": False}),
+        ("row_linear", {"LEAF_WIDTH": 1, "RUN": 1, "LEVELS": 0}),
+    ):
+        function = kernel(op, f"{op}_kernel")
+        assert compile_ptx(function, pointers, {**tile, **ones, **extra}, HOPPER, **UNFUSED)
+    names = kernel("attention", "attention_kernel").arg_names
+    types = {n: "*bf16" for n in names if n.endswith("_ptr")}
+    types |= {"lse_ptr": "*fp32", "query_starts_ptr": "*i32", "key_starts_ptr": "*i32"}
+    types |= {"log2_scale": "fp32"}
+    constants = {n: 1 for n in names if n.islower() and n not in types}
+    constants |= {"HEAD_DIM": 64, "COLUMNS": 64, "BLOCK_QUERIES": 64, "BLOCK_KEYS": 64}
+    function = kernel("attention", "attention_kernel")
+    assert compile_ptx(function, types, constants, HOPPER, **UNFUSED)
