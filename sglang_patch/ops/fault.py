@@ -26,8 +26,9 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Flip the last bit of one element at one place: `layer` (None: outside the layers), `op`,
-    `rank` of the tensor-parallel group (None: every rank), `token` row (None: the last row)."""
+    """Flip the last bit of one element of a row, at one place: `layer` (None: outside the
+    layers), `op`, `rank` of the tensor-parallel group (None: every rank), `token` row (None: every
+    row, since which rows a side scores differs between prefill, decode and a packed batch)."""
 
     layer: int | None
     op: str
@@ -60,22 +61,24 @@ def parse_fault(text: str) -> Fault:
 def flip_one_ulp(
     fault: Fault, tensor: torch.Tensor, *, layer: int | None, op: str, rank: int
 ) -> torch.Tensor:
-    """`tensor` with one element's lowest bit flipped when this is the fault's place, else itself.
+    """`tensor` [rows, ...] with the lowest bit of one element of a row flipped when this is the
+    fault's place, else `tensor` itself.
 
-    The element is the one of largest magnitude in the token's row, so that the change is not lost
-    to a later rounding of something larger beside it. Always a copy: the input is left alone.
+    The element is the row's largest in magnitude, so that the change is not lost to a rounding of
+    something larger beside it. Always a copy: the input is left alone.
     """
     place = (fault.layer, fault.op)
     here = (None if op in FINAL_OPS else layer, op)
     if place != here or (fault.rank is not None and fault.rank != rank) or not tensor.numel():
         return tensor
-    out = tensor.clone(memory_format=torch.contiguous_format)
-    row = out.shape[0] - 1 if fault.token is None else fault.token
-    if row >= out.shape[0]:
+    rows = tensor.shape[0]
+    if fault.token is not None and fault.token >= rows:
         return tensor
-    flat = out[row].reshape(-1)
-    bits = flat.view(_BITS[flat.element_size()])
-    index = int(flat.float().abs().argmax())
-    bits[index] ^= 1
+    out = tensor.clone(memory_format=torch.contiguous_format)
+    flat = out.view(rows, -1)
+    chosen = flat if fault.token is None else flat[fault.token : fault.token + 1]
+    bits = chosen.view(_BITS[chosen.element_size()])
+    index = chosen.to(torch.float64).abs().argmax(dim=1, keepdim=True)
+    bits.scatter_(1, index, bits.gather(1, index) ^ 1)
     assert not torch.equal(out, tensor)
     return out
