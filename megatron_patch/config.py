@@ -146,6 +146,8 @@ def common_settings(
         "apply_rope_fusion": False,
         # Packed micro-batches differ in length, so stages tell each other their shapes.
         "variable_seq_lengths": pipeline_parallel_size > 1,
+        # Not used in a dense model, but megatron refuses its default with variable lengths.
+        "moe_token_dispatcher_type": "alltoall",
         # The loss is a sum over tokens; megatron divides once by their global number.
         "calculate_per_token_loss": True,
         "use_cpu_initialization": device.type == "cpu",
