@@ -8,7 +8,7 @@ _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """The bit patterns of `x` as integers, so that -0.0 differs from 0.0 and a NaN equals itself."""
+    """The bit patterns of `x` as integers: -0.0 differs from 0.0 and a NaN equals itself."""
     return x.contiguous().view(_INTEGER[x.element_size()])
 
 

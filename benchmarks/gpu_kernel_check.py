@@ -3,7 +3,8 @@
     PYTHONPATH=. python3 benchmarks/gpu_kernel_check.py [out.json]
 
 Needs torch and Triton alone; FA3 is reported as not run where sgl_kernel is missing. Without an
-argument the report goes to $OUT/gpu_kernel_check.json. Exit code 1 when a check fails, 2 without a GPU.
+argument the report goes to $OUT/gpu_kernel_check.json. Exit code 1 when a check fails, 2 without
+a GPU.
 """
 
 from __future__ import annotations

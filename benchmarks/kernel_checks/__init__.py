@@ -1,8 +1,9 @@
 """Conformance of the kernels on the device at hand: one function a claim.
 
-Each function raises AssertionError where a claim fails and returns what it compared. Claims of exact
-bits are against the CPU reference; where the inner order of a product is the tensor core's own, the
-claim is that bits do not move with tile, rows or shards, and the distance to fp64 is bounded.
+Each function raises AssertionError where a claim fails and returns what it compared. Claims of
+exact bits are against the CPU reference; where the inner order of a product is the tensor core's
+own, the claim is that bits do not move with tile, rows or shards, and the distance to fp64 is
+bounded.
 """
 
 from __future__ import annotations

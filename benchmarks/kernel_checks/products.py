@@ -1,4 +1,4 @@
-"""Products: the written order of the leaves, and bits that do not move with tile, rows or shards."""
+"""Products: the written order of the leaves; bits that do not move with tile, rows or shards."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def public_ops(s: Setting) -> str:
-    """The registered ops: fake and real agree, no hidden alias, and on a GPU they run the kernels."""
+    """The registered ops: fake and real agree, no hidden alias, a GPU runs the kernels."""
     x, weight = random(5, 256, seed=30).to(s.device), random(48, 256, seed=31).to(s.device)
     heads = random(5, 4, 32, seed=32).to(s.device)
     positions, table = torch.arange(5, device=s.device), rope_table(32, 8, 1e6).to(s.device)
@@ -36,7 +36,11 @@ def public_ops(s: Setting) -> str:
         moved = [a.cpu() if isinstance(a, torch.Tensor) else a for a in arguments]
         found, wanted = op(*arguments), op(*moved)
         if name not in ("linear", "row_linear_partial"):
-            pairs = [(found, wanted)] if isinstance(found, torch.Tensor) else zip(found, wanted)
+            pairs = (
+                [(found, wanted)]
+                if isinstance(found, torch.Tensor)
+                else zip(found, wanted, strict=True)
+            )
             for a, b in pairs:
                 assert differing(a.cpu(), b) == 0, name
     return f"{', '.join(calls)}"

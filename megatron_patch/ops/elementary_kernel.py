@@ -70,7 +70,7 @@ def log(x):
 
 @triton.jit
 def pair_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LEVELS: tl.constexpr):
-    """`elementary.pair_sum` of a block [ROWS, COLUMNS = 2**LEVELS] fp32, zeros as padding -> [ROWS].
+    """`elementary.pair_sum` of an fp32 block [ROWS, COLUMNS = 2**LEVELS], zero-padded -> [ROWS].
 
     One reduction a level, each over an axis of two: `a + b` has one value, however the compiler
     spreads the block over threads.

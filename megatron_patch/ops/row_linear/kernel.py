@@ -2,8 +2,8 @@
 
 Each leaf is one fp32 accumulator over increasing k, rounded to the leaf dtype. Leaves of a run are
 added left to right; finished runs are added as a balanced tree whose waiting partial sums are a
-binary counter: slot i holds the sum of 2**i runs until its right neighbour is complete. Every add is
-rounded to the leaf dtype, so this is `schema.reduction.run_tree(num_leaves, run)`, add for add.
+binary counter: slot i holds the sum of 2**i runs until its right neighbour is complete. Every add
+is rounded to the leaf dtype, so this is `schema.reduction.run_tree(num_leaves, run)`, add for add.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ..elementary_kernel import UNFUSED
 from ..formats import require
 from ..linear.kernel import BLOCK_K, GROUP, GemmTile, program_tile, require_matrices, tile_for
 
-# As for `linear`, but up to three fp32 partial sums wait beside the accumulator (8 segments), or more
-# in bf16: 64 x 128 over 8 warps takes 32 registers a thread for each.
+# As for `linear`, but up to three fp32 partial sums wait beside the accumulator (8 segments), or
+# more in bf16: 64 x 128 over 8 warps takes 32 registers a thread for each.
 TILES = (
     GemmTile(rows=16, block_m=16, block_n=64, warps=4, stages=4),
     GemmTile(rows=64, block_m=64, block_n=64, warps=8, stages=4),
@@ -27,7 +27,7 @@ TILES = (
 
 @triton.jit
 def _add(left, right):
-    """`left + right` rounded to their dtype; a bf16 sum is exact in fp32 up to that one rounding."""
+    """`left + right` rounded to their dtype; for bf16 the fp32 sum changes no rounding."""
     return (left.to(tl.float32) + right.to(tl.float32)).to(left.dtype)
 
 
@@ -46,7 +46,8 @@ def _carry(pending, total, run, LEVELS: tl.constexpr):
     return slots, total
 
 
-@triton.jit
+# One binary for every number of rows, as in `linear`.
+@triton.jit(do_not_specialize=["rows"])
 def row_linear_kernel(
     x_ptr,
     weight_ptr,

@@ -1,8 +1,8 @@
 """Causal attention over packed sequences: FA3 on Hopper, a Triton forward elsewhere.
 
-Both walk the keys of a query once, from the first to its own, in one split, so a query's bits are the
-same in a prefill, in a chunk and in a decode step. The two kernels have different bits: a run uses
-one of them, chosen by the GPU alone.
+Both walk the keys of a query once, from the first to its own, in one split, so a query's bits are
+the same in a prefill, in a chunk and in a decode step. The two kernels have different bits: a run
+uses one of them, chosen by the GPU alone.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import triton.language as tl
 from ..elementary_kernel import UNFUSED
 from ..formats import require
 
-# One tile for prefill and decode: the height of a product may not change with the number of queries.
-# 64 x 64 keeps scores and a 128-wide accumulator (96 registers a thread over 4 warps) unspilled.
+# One tile for prefill and decode: the height of a product may not change with the number of
+# queries. Scores of 64 x 64 and a 128-wide accumulator are 96 registers a thread over 4 warps.
 _BLOCK_QUERIES: Final = 64
 _BLOCK_KEYS: Final = 64
 _WARPS: Final = 4
@@ -27,7 +27,7 @@ _LOG2E: Final = 1.4426950408889634
 _LN2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def attention_kernel(
     query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, query_starts_ptr, key_starts_ptr,
     tokens, heads, group, log2_scale,

@@ -1,9 +1,9 @@
 """Batch-invariant linear: one fp32 accumulator an output element, k increasing, one rounding.
 
-A row's bits must not depend on how many rows there are, while the fast tile does. Tiles may be chosen
-by M because they share the order of k: the tensor core adds groups of k in increasing order whatever
-the tile's height and width, as measured for the shapes in `TILES` (bit-equal on an H200 over BLOCK_M
-16 to 256, BLOCK_N 64 to 256, 4 to 16 warps). BLOCK_K is one number for all of them.
+A row's bits must not depend on how many rows there are, while the fast tile does. Tiles may be
+chosen by M because they share the order of k: the tensor core adds groups of k in increasing order
+whatever the tile's height and width, as measured for the shapes in `TILES` (bit-equal on an H200
+over BLOCK_M 16 to 256, BLOCK_N 64 to 256, 4 to 16 warps). BLOCK_K is one number for all of them.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def tile_for(tiles: tuple[GemmTile, ...], rows: int) -> GemmTile:
 
 
 def require_matrices(name: str, x: torch.Tensor, weight: torch.Tensor) -> None:
-    """`ValueError` unless x [M, K] and weight [N, K] are bf16 (fp16 or fp32 would be another number:
-    fp32 would pass through TF32)."""
+    """`ValueError` unless x [M, K] and weight [N, K] are bf16: another dtype is another number
+    (fp32 would pass through TF32)."""
     require(
         x.dtype == weight.dtype == torch.bfloat16 and x.dim() == weight.dim() == 2,
         f"{name} kernel: x is {x.dtype} {tuple(x.shape)} and weight {weight.dtype} "
@@ -73,7 +73,8 @@ def program_tile(rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GR
     return first + within % height, within // height
 
 
-@triton.jit
+# One binary for every number of rows: a compiler that knew M (1, or a multiple of 16) could differ.
+@triton.jit(do_not_specialize=["rows"])
 def linear_kernel(
     x_ptr,
     weight_ptr,

@@ -72,7 +72,7 @@ def segment_statistics_kernel(
     tl.store(total_ptr + out, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def combine_segments_kernel(
     largest_ptr,
     total_ptr,

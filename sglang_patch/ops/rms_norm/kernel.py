@@ -1,4 +1,4 @@
-"""RMSNorm with the fp32 residual add in one launch; the reference's order, operation for operation."""
+"""RMSNorm with the fp32 residual add in one launch; the reference's order, step for step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class NormTile:
 
 
 # About 2048 to 4096 elements a program keep a row in registers (16 to 32 a thread); short rows, the
-# heads of a q/k norm, share a program. Bits do not depend on this table: each sum is a written tree.
+# heads of a q/k norm, share a program. Bits do not depend on this table: each sum is a written
+# tree.
 TILES = (
     NormTile(columns=128, rows=16, warps=4),
     NormTile(columns=1024, rows=2, warps=4),
@@ -34,7 +35,7 @@ TILES = (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def rms_norm_kernel(
     x_ptr,
     weight_ptr,
@@ -74,7 +75,7 @@ def rms_norm_kernel(
 def launch_rms_norm(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `op.rms_norm`; x [..., hidden] bf16 or fp32, up to 32768 wide. Raises `ValueError` beyond."""
+    """See `op.rms_norm`; x [..., hidden] bf16 or fp32, up to 32768 wide, else `ValueError`."""
     hidden = x.shape[-1]
     require(
         x.dtype in (torch.bfloat16, torch.float32) and 0 < hidden <= _MAX_HIDDEN,

@@ -1,4 +1,4 @@
-"""Rotary position embedding of query and key in one launch; four products and two sums, each rounded."""
+"""Rotary position embedding of query and key in one launch: each product and sum rounded."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def _rotate_heads(
 
 @triton.jit
 def rope_kernel(
-    query_ptr, key_ptr, query_out_ptr, key_out_ptr, positions_ptr, table_ptr, query_heads, key_heads,
-    query_token_stride, query_head_stride, query_dim_stride,
+    query_ptr, key_ptr, query_out_ptr, key_out_ptr, positions_ptr, table_ptr,
+    query_heads, key_heads, query_token_stride, query_head_stride, query_dim_stride,
     key_token_stride, key_head_stride, key_dim_stride, positions_stride, table_stride,
     HALF: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip

@@ -16,7 +16,7 @@ AMPERE = GPUTarget("cuda", 80, 32)
 def compile_ptx(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], target: GPUTarget, **options: Any
 ) -> str:
-    """PTX of a Triton kernel. `types`: pointer and scalar arguments; `constants`: the constexprs."""
+    """PTX of a Triton kernel. `types`: pointers and scalars; `constants`: the constexprs."""
     names = kernel.arg_names
     missing = set(names) - set(types) - set(constants)
     assert not missing, f"{kernel.__name__}: no type for {sorted(missing)}"

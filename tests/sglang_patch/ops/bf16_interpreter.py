@@ -1,9 +1,10 @@
 """Make Triton's interpreter right in bf16, and its `tl.dot` one written order.
 
-The interpreter of Triton 3.6 stores bf16 as uint16: it truncates fp32 -> bf16 instead of rounding, and
-multiplies the raw integers in `tl.dot`. Both are repaired here for tests, with PyTorch's conversion.
-The repaired dot adds to its accumulator over increasing k, multiply and add rounded separately, which
-is the reference's order: so kernels can be compared with the reference bit for bit.
+The interpreter of Triton 3.6 stores bf16 as uint16: it truncates fp32 -> bf16 instead of rounding,
+and multiplies the raw integers in `tl.dot`. Both are repaired here for tests, with PyTorch's
+conversion. The repaired dot adds to its accumulator over increasing k, multiply and add rounded
+separately, which is the reference's order: so kernels can be compared with the reference bit for
+bit.
 """
 
 from __future__ import annotations

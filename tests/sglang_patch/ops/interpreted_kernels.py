@@ -194,8 +194,8 @@ def test_launchers_refuse_with_the_numbers() -> None:
         launch_segment_statistics(x, 64, 1, [64])
     with pytest.raises(ValueError, match=r"\[32, 64\]"):
         launch_segment_statistics(x.float(), 64, 2, [32, 64])
+    heads = random(2, 1, 20, seed=30)
     with pytest.raises(ValueError, match="head_dim=20"):
-        heads = random(2, 1, 20, seed=30)
         launch_attention(heads, heads, heads, [2], [2], 1.0)
 
 
