@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..parity.gate import GateClosed
 from .logs import last_lines
 from .memory import alive
 
@@ -141,8 +142,9 @@ class Cluster:
         """Results of one call per role, in order; raises as soon as one of them fails.
 
         Waiting for the first in order would hang on a rank that waits for a dead one. Raises
-        `ProcessDied` with the role's last log lines when its process is gone or nothing came in
-        `timeout` seconds; an exception raised by the role's own code comes through as itself.
+        `ProcessDied` with the role's last log lines when its process is gone, its code failed, or
+        nothing came in `timeout` seconds. What it refused (`ValueError`) and a gate it closed come
+        through as themselves.
         """
         import ray
 
@@ -174,9 +176,12 @@ class Cluster:
         try:
             return ray.get(ref)
         except ray.exceptions.RayTaskError as error:
-            raise ProcessDied(
-                f"{role.name} failed: {error.cause!r}{_quote(role)}"
-            ) from error
+            cause = error.cause
+            if isinstance(cause, GateClosed):
+                raise GateClosed(f"{role.name}: {cause}") from error
+            if isinstance(cause, ValueError):
+                raise ValueError(f"{role.name}: {cause}") from error
+            raise ProcessDied(f"{role.name} failed: {cause!r}{_quote(role)}") from error
         except ray.exceptions.RayActorError:
             raise ProcessDied(f"{role.name} died{_quote(role)}") from None
 

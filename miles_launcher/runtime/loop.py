@@ -89,7 +89,7 @@ class Loop:
         with phase(f"step {step.step}: trainer logprobs", step.seconds, "score"):
             scores = session.score(batch)
         with phase(f"step {step.step}: gate", step.seconds, "gate"):
-            rollout = [as_logprobs(g.logprobs) for g in generations]
+            rollout = _logprobs(generations)
             self._gate(step, batch, generations, rollout, scores)
         if self._parity_only:
             step.weights_digest = dict(session.digests())
@@ -119,7 +119,10 @@ class Loop:
         rollout: Sequence[Any],
         scores: Sequence[Any],
     ) -> None:
-        found = compare(rollout, scores, [g.response_ids for g in generations])
+        try:
+            found = compare(rollout, scores, [g.response_ids for g in generations])
+        except ValueError as error:
+            raise GateClosed(f"the two sides cannot be compared: {error}") from None
         step.compared_tokens = found.compared_tokens
         step.mismatched_tokens = found.mismatched_tokens
         step.max_abs_diff = found.max_abs_diff
@@ -194,6 +197,13 @@ def load_prompts(plan: LaunchPlan) -> tuple[Prompt, ...]:
     if plan.paths.prompts.startswith(BUILTIN):
         return TASKS[plan.paths.prompts.removeprefix(BUILTIN)].prompts
     return read_prompts(Path(plan.paths.prompts))
+
+
+def _logprobs(generations: Sequence[Generation]) -> list[Any]:
+    try:
+        return [as_logprobs(generation.logprobs) for generation in generations]
+    except ValueError as error:
+        raise GateClosed(f"rollout: {error}") from None
 
 
 def _batch(prompts: Sequence[Sequence[int]], generations: Sequence[Generation]) -> Batch:

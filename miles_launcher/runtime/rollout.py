@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..parity.gate import GateClosed
 from .logs import redirect_output
 
 READBACK_KEY = "true_on_policy"
@@ -39,11 +41,20 @@ class RolloutEngine:
     def start(self, engine_kwargs: dict[str, Any]) -> list[int]:
         """Start the engine; returns the process ids of its children."""
         import sglang
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.server_args import ServerArgs
 
-        from ..render import check_engine_arguments
+        from ..render import OWN_ENGINE_FIELDS, check_engine_arguments
 
-        # The plugin adds its fields to ServerArgs when an engine first loads plugins.
         check_engine_arguments(engine_kwargs)
+        # SGLang logs a plugin that raises and serves without it; its fields are then missing.
+        load_plugins()
+        fields = {field.name for field in dataclasses.fields(ServerArgs)}
+        if not fields >= OWN_ENGINE_FIELDS & engine_kwargs.keys():
+            raise GateClosed(
+                "the SGLang plugin did not load, so the engine would serve stock kernels; the "
+                "reason stands in the rollout's log, and `miles doctor` checks every hook target"
+            )
         self._engine = sglang.Engine(**engine_kwargs)
         return [int(pid) for pid in self._engine.get_all_child_pids()]
 
