@@ -1,0 +1,207 @@
+"""`policy_for`: from the engine's arguments to what its hooks run. No SGLang is imported."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_patch.contracts import SGLangRuntimePolicy, policy_for
+from sglang_patch.ops.fault import Fault
+from sglang_patch.schema import CONTRACTS, Fingerprint, vocabulary_segments
+
+V1 = "qwen3_dense_true_on_policy_v1"
+V2 = "qwen3_dense_true_on_policy_v2"
+
+PERMITTED: dict[str, Any] = {
+    "true_on_policy_contract": V2,
+    "true_on_policy_fault": None,
+    "dtype": "bfloat16",
+    "quantization": None,
+    "kv_cache_dtype": "auto",
+    "tp_size": 2,
+    "pp_size": 1,
+    "dp_size": 1,
+    "enable_dp_attention": False,
+    "speculative_algorithm": None,
+    "enable_torch_compile": False,
+    "enable_symm_mem": False,
+    "enable_flashinfer_allreduce_fusion": False,
+    "enable_mscclpp": False,
+    "enable_lora": None,
+    "enable_deterministic_inference": True,
+    "enable_fp32_lm_head": False,
+}
+
+# Each of these would go around a hook, or round where the contract does not.
+FORBIDDEN: dict[str, Any] = {
+    "dtype": "float16",
+    "quantization": "fp8",
+    "kv_cache_dtype": "fp8_e5m2",
+    "pp_size": 2,
+    "dp_size": 2,
+    "enable_dp_attention": True,
+    "speculative_algorithm": "EAGLE",
+    "enable_torch_compile": True,
+    "enable_symm_mem": True,
+    "enable_flashinfer_allreduce_fusion": True,
+    "enable_mscclpp": True,
+    "enable_lora": True,
+    "enable_deterministic_inference": False,
+    "enable_fp32_lm_head": True,
+}
+
+
+def policy(**changes: Any) -> SGLangRuntimePolicy:
+    found = policy_for(SimpleNamespace(**{**PERMITTED, **changes}))
+    assert found is not None
+    return found
+
+
+def test_no_contract_is_a_stock_engine() -> None:
+    assert policy_for(SimpleNamespace()) is None
+    assert policy_for(SimpleNamespace(**{**PERMITTED, "true_on_policy_contract": None})) is None
+    # A stock engine may be anything: nothing is checked.
+    assert policy_for(SimpleNamespace(dtype="float16", quantization="fp8")) is None
+
+
+def test_no_sglang_was_needed() -> None:
+    policy()
+    assert "sglang_patch.contracts" in sys.modules
+    assert not any(
+        name.partition(".")[0] == "sglang"
+        for name in vars(sys.modules["sglang_patch.contracts"])
+        if name in sys.modules
+    )
+
+
+@pytest.mark.parametrize("name", [V1, V2])
+def test_the_contract_is_looked_up_by_name(name: str) -> None:
+    assert policy(true_on_policy_contract=name).contract is not None
+    assert policy(true_on_policy_contract=name).contract.digest() == CONTRACTS[name].digest()
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_segments_default_to_the_engines_own_degree(tp: int) -> None:
+    assert policy(tp_size=tp).segments == tp
+    assert policy(tp_size=tp, true_on_policy_contract=f"{V2}:segments=8").segments == 8
+
+
+def test_unknown_contract_lists_the_choices() -> None:
+    with pytest.raises(ValueError, match=f"unknown contract 'v3'; choose one of: {V1}, {V2}"):
+        policy(true_on_policy_contract="v3")
+
+
+@pytest.mark.parametrize("setting", FORBIDDEN)
+def test_one_forbidden_setting_is_named_with_its_value_and_reason(setting: str) -> None:
+    with pytest.raises(ValueError, match=f"{V2} cannot hold with: ") as caught:
+        policy(**{setting: FORBIDDEN[setting]})
+    (violation,) = str(caught.value).partition("cannot hold with: ")[2].split("; ")
+    assert violation.startswith(f"{setting}={FORBIDDEN[setting]!r}: ")
+    assert len(violation.partition(": ")[2]) > 10
+
+
+def test_all_violations_are_listed_at_once() -> None:
+    with pytest.raises(ValueError, match="cannot hold with") as caught:
+        policy(**FORBIDDEN)
+    violations = str(caught.value).partition("cannot hold with: ")[2].split("; ")
+    assert [violation.partition("=")[0] for violation in violations] == list(FORBIDDEN)
+
+
+def test_a_setting_that_the_engine_does_not_have_is_not_permission() -> None:
+    """Renamed upstream: what must be on is then missing, and refused."""
+    values = {k: v for k, v in PERMITTED.items() if k != "enable_deterministic_inference"}
+    with pytest.raises(ValueError, match="enable_deterministic_inference=None"):
+        policy_for(SimpleNamespace(**values))
+
+
+def test_fault_needs_a_contract_and_a_known_place() -> None:
+    assert policy(true_on_policy_fault="2:down_proj:1").fault == Fault(2, "down_proj", rank=1)
+    assert policy().fault is None
+    with pytest.raises(ValueError, match="--true-on-policy-fault needs --true-on-policy-contract"):
+        policy_for(SimpleNamespace(true_on_policy_fault="2:down_proj"))
+    with pytest.raises(ValueError, match="cannot read fault '2:up_proj'"):
+        policy(true_on_policy_fault="2:up_proj")
+
+
+def test_policy_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        policy().segments = 4  # type: ignore[misc]
+
+
+def test_row_reduction_is_bound_to_this_engine() -> None:
+    v2 = policy(true_on_policy_contract=f"{V2}:segments=4")
+    assert v2.row_reduction(1536).association == ((0, 1), (2, 3))
+    v1 = policy(true_on_policy_contract=V1, tp_size=4)
+    assert v1.row_reduction(1536).path == "tiles"
+    assert v1.row_reduction(4864).path == "rollout-partition"
+    assert v1.row_reduction(4864).num_leaves == v1.row_reduction(4864).bias_ranks == 4
+
+
+def test_row_reduction_refuses_what_the_segments_do_not_divide() -> None:
+    with pytest.raises(ValueError, match="K=1540 is not divisible by segments=8"):
+        policy(true_on_policy_contract=f"{V2}:segments=8").row_reduction(1540)
+    with pytest.raises(ValueError, match="tensor_parallel_size=3 is not a power of two"):
+        policy(tp_size=3, true_on_policy_contract=f"{V2}:segments=8").row_reduction(1536)
+
+
+@pytest.mark.parametrize("name", [V1, V2])
+def test_vocabulary_is_the_contracts(name: str) -> None:
+    bound = policy(true_on_policy_contract=name)
+    assert dataclasses.asdict(bound.vocabulary(259)) == dataclasses.asdict(
+        vocabulary_segments(name, 259)
+    )
+
+
+def fingerprint(bound: SGLangRuntimePolicy, **changes: Any) -> Fingerprint:
+    values = {"head_dim": 16, "max_position": 64, "rope_theta": 1e6, "device": "cpu"}
+    return bound.fingerprint(**{**values, **changes})
+
+
+def test_fingerprint_names_everything_that_sets_bits() -> None:
+    mine = fingerprint(policy())
+    assert (mine.contract, mine.contract_digest) == (V2, CONTRACTS[V2].digest())
+    assert (mine.segments, mine.rollout_tensor_parallel_size, mine.device) == (2, 2, "cpu")
+    assert [name for name, _ in mine.versions] == ["torch", "triton"]
+    assert all(
+        len(d) == 64 for d in (mine.schema_digest, mine.ops_digest, mine.rope_digest, mine.digest())
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({"head_dim": 32}, ["rope_digest"]),
+        ({"max_position": 65}, ["rope_digest"]),
+        ({"rope_theta": 1e4}, ["rope_digest"]),
+        ({"device": "NVIDIA H200"}, ["device"]),
+    ],
+)
+def test_fingerprint_differs_by_what_the_engine_was_given(
+    changes: dict[str, Any], fields: list[str]
+) -> None:
+    differences = fingerprint(policy()).differences(fingerprint(policy(), **changes))
+    assert [line.partition(":")[0] for line in differences] == fields
+
+
+def test_fingerprint_differs_by_contract_and_layout() -> None:
+    first = fingerprint(policy(true_on_policy_contract=f"{V2}:segments=4"))
+    second = fingerprint(policy(true_on_policy_contract=f"{V2}:segments=8", tp_size=4))
+    assert [line.partition(":")[0] for line in first.differences(second)] == [
+        "segments",
+        "rollout_tensor_parallel_size",
+    ]
+
+
+def test_the_trainers_fingerprint_is_equal_where_the_text_is() -> None:
+    """Two vendored copies, two packages, one fingerprint: names of packages do not enter it."""
+    from megatron_patch.ops.digest import source_digest as theirs
+    from sglang_patch.contracts import _PACKAGE
+    from sglang_patch.ops.digest import source_digest as ours
+
+    trainer = _PACKAGE.parent / "megatron_patch"
+    for folder in ("schema", "ops"):
+        assert ours(_PACKAGE / folder) == theirs(trainer / folder)
