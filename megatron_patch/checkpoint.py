@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator
 
 import torch
 import torch.distributed as dist
@@ -94,7 +94,7 @@ def load_hf(
     """
     source = _Folder(folder, shape)
     parameters = dict(model.named_parameters())
-    filled: dict[str, int] = {name: 0 for name in parameters}
+    filled: dict[str, int] = dict.fromkeys(parameters, 0)
     for block in blocks(shape, this_place(), padded_vocab_size):
         target = parameters[block.parameter]
         if not filled[block.parameter]:
@@ -176,8 +176,8 @@ def weights_digest(model: torch.nn.Module, shape: ModelShape, padded_vocab_size:
     everyone: list[dict[str, int]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, sums)
     totals: dict[str, int] = {}
-    for part in everyone:
-        for name, value in part.items():
+    for shares in everyone:
+        for name, value in shares.items():
             totals[name] = totals.get(name, 0) + value
     return digest.weights_digest(totals)
 

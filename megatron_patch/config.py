@@ -62,15 +62,15 @@ class RopeTable:
         return self
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PolicyTransformerConfig(TransformerConfig):
     """TransformerConfig that also carries the contract bound to this trainer, and the RoPE table.
 
     Raises `ValueError` on a megatron setting under which the contract cannot hold.
     """
 
-    policy: MegatronRuntimePolicy | None = None
-    rope: RopeTable | None = None
+    policy: MegatronRuntimePolicy
+    rope: RopeTable
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,8 +95,6 @@ class PolicyTransformerConfig(TransformerConfig):
             for name, (value, wanted) in refused.items()
             if value != wanted
         ]
-        if self.policy is None or self.rope is None:
-            wrong.append("policy and rope must be given")
         if self.recompute_granularity == "selective":
             wrong.append("recompute_granularity='selective' must be 'full' or None")
         if wrong:

@@ -8,7 +8,8 @@ only; it refuses where a GPU is present, so that it can never hide one.
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 import torch
@@ -69,7 +70,7 @@ def active() -> Iterator[None]:
     from megatron.core.tensor_parallel import random
 
     with (
-        mock.patch.object(torch.cuda, "current_device", lambda: _CPU),
+        mock.patch.object(torch.cuda, "current_device", return_value=_CPU),
         mock.patch.object(torch.cuda, "synchronize", _no_state),
         mock.patch.object(random, "_get_cuda_rng_state", _no_state),
         mock.patch.object(random, "_set_cuda_rng_state", _no_state),

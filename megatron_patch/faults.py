@@ -8,9 +8,11 @@ process holds one model, so both are process-wide by nature.
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import torch
 
+from .function import apply
 from .ops.fault import FINAL_OPS, LAYER_OPS, Fault, flip_one_ulp, parse_fault
 
 __all__ = ["FINAL_OPS", "LAYER_OPS", "Fault", "calls", "flip", "parse_fault", "set_fault", "tap"]
@@ -34,12 +36,14 @@ def active_fault() -> Fault | None:
 
 class _Flip(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tensor, fault, layer, op, rank):  # noqa: ANN001, ANN205
+    def forward(
+        ctx: Any, tensor: torch.Tensor, fault: Fault, layer: int | None, op: str, rank: int
+    ) -> torch.Tensor:
         out = flip_one_ulp(fault, tensor, layer=layer, op=op, rank=rank)
         return out.view_as(out) if out is tensor else out
 
     @staticmethod
-    def backward(ctx, gradient):  # noqa: ANN001, ANN205
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         return gradient, None, None, None, None
 
 
@@ -60,4 +64,4 @@ def tap(layer: int | None, op: str, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     if (_fault.layer, _fault.op) != (layer, op):
         return tensor
-    return _Flip.apply(tensor, _fault, layer, op, _rank)
+    return apply(_Flip, tensor, _fault, layer, op, _rank)

@@ -7,6 +7,8 @@ sharding; clipping then scales TP=1 and TP=2 differently. Here the squares are a
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
@@ -24,6 +26,7 @@ def gradient_norm(model: torch.nn.Module) -> float:
     """
     device = next(model.parameters()).device
     total = torch.zeros(1, dtype=torch.float64, device=device)
+    parameter: Any
     for parameter in model.parameters():
         if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter):
             total += torch.linalg.vector_norm(parameter.main_grad, dtype=torch.float64).square()

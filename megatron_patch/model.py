@@ -27,6 +27,9 @@ class PolicyModel(GPTModel):
     (tensor-parallel sharding, pipeline-shared embedding).
     """
 
+    embedding: Any
+    output_layer: Any
+
     def __init__(self, config: PolicyTransformerConfig, **kwargs: Any) -> None:
         super().__init__(
             config,

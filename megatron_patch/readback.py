@@ -16,7 +16,6 @@ def readback(config: PolicyTransformerConfig, device: torch.device) -> dict[str,
     """Plain JSON values: `contract`, `fingerprint` (`Fingerprint.to_dict`), `segments`, `paths` of
     the row-parallel sums, `op_calls` and `layer_calls` since `reset_calls`, `fault`."""
     policy = config.policy
-    assert policy is not None and config.rope is not None
     return {
         "contract": policy.contract.name,
         "fingerprint": fingerprint(policy, device, config.rope.on(torch.device("cpu"))).to_dict(),

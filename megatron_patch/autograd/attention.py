@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .. import ops
+from ..function import apply
 from ..ops.formats import accumulator_dtype
 from .products import op_calls
 
@@ -59,14 +60,16 @@ def reference_backward(
     return dquery, dkey, dvalue
 
 
-def _flash_backward(ctx: Any, out_gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _flash_backward(
+    ctx: Any, out_gradient: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     query, key, value, out, lse = ctx.saved_tensors
     offsets = torch.tensor([0, *ctx.lengths], dtype=torch.int32, device=query.device)
     offsets = offsets.cumsum(0, dtype=torch.int32)
     # No dropout, so the philox state is never read; the operator still wants two tensors.
     no_rng = torch.zeros(2, dtype=torch.uint64, device=query.device)
     longest = max(ctx.lengths)
-    return torch.ops.aten._flash_attention_backward(
+    dquery, dkey, dvalue, *_ = torch.ops.aten._flash_attention_backward(
         out_gradient.contiguous(),
         query,
         key,
@@ -82,7 +85,8 @@ def _flash_backward(ctx: Any, out_gradient: torch.Tensor) -> tuple[torch.Tensor,
         no_rng,
         no_rng.new_empty(0),
         scale=ctx.scale,
-    )[:3]
+    )
+    return dquery, dkey, dvalue
 
 
 class _Attention(torch.autograd.Function):
@@ -111,8 +115,10 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, out_gradient: torch.Tensor) -> tuple[Any, ...]:
         if out_gradient.device.type == "cpu":
-            saved = ctx.saved_tensors
-            gradients = reference_backward(*saved, out_gradient, ctx.lengths, ctx.scale)
+            query, key, value, out = ctx.saved_tensors
+            gradients = reference_backward(
+                query, key, value, out, out_gradient, ctx.lengths, ctx.scale
+            )
         else:
             gradients = _flash_backward(ctx, out_gradient)
         return (*gradients, None, None)
@@ -123,4 +129,4 @@ def attention(
 ) -> torch.Tensor:
     """`ops.attention` over whole sequences, with a gradient. query: [tokens, heads, head_dim];
     key, value: [tokens, kv_heads, head_dim]; lengths: tokens per sequence, in packed order."""
-    return _Attention.apply(query, key, value, lengths, scale)
+    return apply(_Attention, query, key, value, lengths, scale)

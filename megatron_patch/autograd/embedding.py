@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..faults import flip
+from ..function import apply
 from ..ops import RankGroup, gather_ranks
 from ..ops.formats import accumulator_dtype
 from .products import op_calls, parameter_gradient
@@ -53,4 +54,4 @@ def embedding(
     """Rows of the table. tokens: [T] int64, global ids; weight: [rows_local, hidden] bf16, this
     rank's equal share of the padded table. Returns [T, hidden] fp32, the bf16 rows unchanged: the
     start of the residual stream, whose gradient therefore stays fp32."""
-    return _Embedding.apply(tokens, weight, ranks)
+    return apply(_Embedding, tokens, weight, ranks)

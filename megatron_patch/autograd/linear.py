@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .. import ops
+from ..function import apply
 from ..ops import RankGroup
 from .products import block_count, op_calls, operand, parameter_gradient, product, tree
 
@@ -85,4 +86,4 @@ def linear(
     Backward: the input's gradient is summed over the ranks in fp32, as one tree over blocks of the
     global N, and rounded once. `stride` is the number of matrices fused in the rows (2: gate, up).
     """
-    return _Linear.apply(x, weight, bias, ranks, stride, out_dtype)
+    return apply(_Linear, x, weight, bias, ranks, stride, out_dtype)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .. import ops
+from ..function import apply
 from ..ops import RankGroup, gather_ranks
 from ..ops.formats import accumulator_dtype
 from ..schema import VocabularySegments
@@ -98,4 +99,4 @@ def token_logprobs(
     the contract's `segments` or `gather`. Returns [rows] fp32. The loss after it is computed on
     every rank, so each rank's gradient is its own columns', with no sum over ranks.
     """
-    return _TokenLogprobs.apply(logits, targets, temperature, vocabulary, order, ranks)
+    return apply(_TokenLogprobs, logits, targets, temperature, vocabulary, order, ranks)

@@ -8,7 +8,7 @@ are added as one balanced tree, so that TP=1 and TP=2 give the same fp32 bits.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 
@@ -60,7 +60,7 @@ def tree(count: int, leaf: Callable[[int], torch.Tensor], start: int = 0) -> tor
 
 
 def parameter_gradient(
-    parameter: torch.Tensor, add: Callable[[torch.Tensor], None]
+    parameter: torch.Tensor, add: Callable[[torch.Tensor], object]
 ) -> torch.Tensor | None:
     """Give `add` the fp32 tensor into which this parameter's gradient goes.
 
@@ -71,7 +71,7 @@ def parameter_gradient(
     main = getattr(parameter, "main_grad", None)
     if main is not None:
         add(main)
-        parameter.grad_added_to_main_grad = True
+        parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         return None
     gradient = torch.zeros(
         parameter.shape, dtype=accumulator_dtype(parameter.dtype), device=parameter.device

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .. import ops
+from ..function import apply
 from ..ops.formats import accumulator_dtype, rounded_dtype
 from .products import op_calls, parameter_gradient
 
@@ -70,7 +71,7 @@ class _AddRMSNorm(torch.autograd.Function):
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`ops.rms_norm` of x [..., hidden] bf16 or fp32, with a gradient. Returns bf16."""
-    return _RMSNorm.apply(x, weight, eps)
+    return apply(_RMSNorm, x, weight, eps)
 
 
 def add_rms_norm(
@@ -80,4 +81,4 @@ def add_rms_norm(
 
     Returns (out bf16, stream fp32 = x + residual); both carry a gradient.
     """
-    return _AddRMSNorm.apply(x, residual, weight, eps)
+    return apply(_AddRMSNorm, x, residual, weight, eps)

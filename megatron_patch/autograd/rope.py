@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .. import ops
+from ..function import apply
 from ..ops.formats import accumulator_dtype
 from .products import op_calls
 
@@ -43,4 +44,4 @@ def rope(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`ops.rope` with a gradient. query: [tokens, heads, head_dim]; key: [tokens, kv_heads,
     head_dim]; positions: [tokens] int; table: [max_position, head_dim] fp32."""
-    return _Rope.apply(query, key, positions, table)
+    return apply(_Rope, query, key, positions, table)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .. import ops
+from ..function import apply
 from ..ops import RankGroup
 from ..schema import RowReduction
 from .products import block_count, op_calls, operand, parameter_gradient, product
@@ -67,4 +68,4 @@ def row_linear(
 
     The loss after it is computed on every rank, so each rank's share of the gradient is its own.
     """
-    return _RowLinear.apply(x, weight, bias, reduction, ranks)
+    return apply(_RowLinear, x, weight, bias, reduction, ranks)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .. import ops
+from ..function import apply
 from ..ops.formats import accumulator_dtype
 from .products import op_calls
 
@@ -31,4 +32,4 @@ class _SiluMul(torch.autograd.Function):
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """`ops.silu_mul` with a gradient. gate_up: [..., 2 * intermediate], gate first."""
-    return _SiluMul.apply(gate_up)
+    return apply(_SiluMul, gate_up)

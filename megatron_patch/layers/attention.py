@@ -42,6 +42,7 @@ class PolicyCoreAttention(torch.nn.Module):
         """
         if self.ranks.size == 1:
             return autograd.attention(query, key, value, lengths=batch.lengths, scale=self.scale)
+        assert batch.natural is not None
         heads, size = query.shape[1], self.ranks.size
         if heads % size:
             raise ValueError(
@@ -73,9 +74,7 @@ class PolicySelfAttention(SelfAttention):
         self.ranks = RankGroup.of(self.tp_group)
         self.rope = PolicyRope(self.config.rope)
 
-    def _own_heads(
-        self, mixed: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _own_heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[T, N_local] in megatron's per-group layout -> this rank's q, k, v, [T, heads, dim]."""
         tokens, dim = mixed.shape[0], self.config.kv_channels
         groups, size = self.config.num_query_groups, self.world_size

@@ -39,7 +39,7 @@ class PolicyColumnLinear(ColumnParallelLinear):
     ) -> tuple[torch.Tensor, None]:
         """input_: [..., K] bf16, the same on every rank -> ([..., N / tp] bf16, None)."""
         if self.gather_output or runtime_gather_output:
-            raise ValueError("PolicyColumnLinear: gathered output is not supported; gather after it")
+            raise ValueError("PolicyColumnLinear: gathered output is not covered; gather after it")
         weight = self.weight if weight is None else weight
         out = autograd.linear(
             input_,
@@ -53,7 +53,7 @@ class PolicyColumnLinear(ColumnParallelLinear):
 
 
 class PolicyRowLinear(RowParallelLinear):
-    """x @ weight.T + bias with K over the ranks, added in the contract's order. See `row_linear`."""
+    """x @ weight.T + bias with K over the ranks, added in the contract's order."""
 
     def __init__(
         self,
@@ -63,9 +63,7 @@ class PolicyRowLinear(RowParallelLinear):
         tp_comm_buffer_name: str,
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            input_size, output_size, tp_comm_buffer_name=tp_comm_buffer_name, **kwargs
-        )
+        super().__init__(input_size, output_size, tp_comm_buffer_name=tp_comm_buffer_name, **kwargs)
         self.ranks = RankGroup.of(self.tp_group)
         self.reduction = self.config.policy.row_reduction(_ROW_LAYERS[tp_comm_buffer_name])
         assert self.reduction.k_global == input_size, (self.reduction, input_size)

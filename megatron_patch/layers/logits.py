@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .. import autograd
@@ -15,7 +17,7 @@ from .linear import PolicyColumnLinear
 class PolicyHead(PolicyColumnLinear):
     """The lm_head over this rank's rows of the padded table, whole vocabulary segments."""
 
-    def __init__(self, config: PolicyTransformerConfig, vocab_size: int, **kwargs: object) -> None:
+    def __init__(self, config: PolicyTransformerConfig, vocab_size: int, **kwargs: Any) -> None:
         super().__init__(
             config.hidden_size,
             vocab_size,

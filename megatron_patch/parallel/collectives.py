@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..function import apply
 from ..ops import RankGroup, gather_ranks, tree_all_reduce
 from ..ops.formats import accumulator_dtype
 
@@ -58,10 +59,10 @@ def gather_replicated(x: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
     """Concatenate every rank's [..., n] along the last dimension, for a loss that every rank
     computes in full: backward hands each rank its own slice. A sum over ranks would multiply the
     gradient by their number."""
-    return _GatherReplicated.apply(x, ranks)
+    return apply(_GatherReplicated, x, ranks)
 
 
 def gather_partial(x: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
     """Concatenate every rank's [..., n] along the last dimension, for ranks that each use a part:
     backward sums the ranks' gradients in fp32, as a tree, and hands each rank its own slice."""
-    return _GatherPartial.apply(x, ranks)
+    return apply(_GatherPartial, x, ranks)

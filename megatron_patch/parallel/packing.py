@@ -8,14 +8,14 @@ points at it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 
-@dataclass
+@dataclass(kw_only=True)
 class MicroBatch(PackedSeqParams):
     """What the layers need to know of a micro-batch; travels as megatron's packed_seq_params.
 
@@ -27,16 +27,16 @@ class MicroBatch(PackedSeqParams):
     none keeps one row, so that every rank runs the same ops. temperature: fp32 scalar tensor.
     """
 
-    tokens: torch.Tensor = None
-    positions: torch.Tensor = None
-    lengths: list[int] = field(default_factory=list)
-    natural: torch.Tensor | None = None
-    scored: torch.Tensor = None
-    targets: torch.Tensor = None
-    places: torch.Tensor = None
-    num_scored: int = 0
-    total_scored: int = 0
-    temperature: torch.Tensor = None
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    lengths: list[int]
+    natural: torch.Tensor | None
+    scored: torch.Tensor
+    targets: torch.Tensor
+    places: torch.Tensor
+    num_scored: int
+    total_scored: int
+    temperature: torch.Tensor
 
 
 def zigzag_slots(length: int, cp: int) -> tuple[int, list[int], list[int]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..function import apply
 from ..ops import RankGroup
 from .collectives import all_to_all
 
@@ -36,9 +37,7 @@ def _to_sequence(
 
 class _SequenceToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, natural: torch.Tensor, ranks: RankGroup
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, natural: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
         ctx.save_for_backward(natural)
         ctx.tokens, ctx.ranks = x.shape[0], ranks
         return _to_heads(x, natural, ranks)
@@ -64,13 +63,11 @@ class _HeadsToSequence(torch.autograd.Function):
         return _to_heads(gradient, natural, ctx.ranks), None, None, None
 
 
-def sequence_to_heads(
-    x: torch.Tensor, natural: torch.Tensor, ranks: RankGroup
-) -> torch.Tensor:
+def sequence_to_heads(x: torch.Tensor, natural: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
     """x: [T_local, heads, dim], this rank's tokens -> [T, heads / ranks.size, dim], all real
     tokens in packed order. natural: [T] int64, each token's slot among the ranks' concatenated
     tokens. Heads must be a multiple of the ranks (`replicate_heads` first). Differentiable."""
-    return _SequenceToHeads.apply(x, natural, ranks)
+    return apply(_SequenceToHeads, x, natural, ranks)
 
 
 def heads_to_sequence(
@@ -78,14 +75,14 @@ def heads_to_sequence(
 ) -> torch.Tensor:
     """The way back: x [T, heads / ranks.size, dim] -> [tokens, heads, dim], where `tokens` is
     T_local; slots of padding are zero. Differentiable."""
-    return _HeadsToSequence.apply(x, natural, tokens, ranks)
+    return apply(_HeadsToSequence, x, natural, tokens, ranks)
 
 
 def replicate_heads(x: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
     """Repeat key or value heads consecutively until every rank can own one.
 
-    x: [tokens, heads, dim] -> [tokens, max(heads, ranks.size), dim]. The gradients of the copies
-    are summed by autograd, in fp32 before one rounding. Raises `ValueError` where neither number
+    x: [tokens, heads, dim] -> [tokens, max(heads, ranks.size), dim]. The copies' gradients are
+    summed in fp32; each arrives rounded to x's dtype. Raises `ValueError` where neither number
     divides the other.
     """
     heads = x.shape[1]
@@ -96,7 +93,7 @@ def replicate_heads(x: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
             f"context_parallel_size={ranks.size} and {heads} key/value heads per tensor-parallel "
             "rank: one must divide the other; choose another context_parallel_size"
         )
-    return _Replicate.apply(x, ranks.size // heads)
+    return apply(_Replicate, x, ranks.size // heads)
 
 
 class _Replicate(torch.autograd.Function):

@@ -6,10 +6,11 @@ Every method is collective: call it on all ranks with equal arguments.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,9 +33,7 @@ class TrainerRank:
 
     def __init__(self, config: TrainerRankConfig) -> None:
         self.config = config
-        self.shape = ModelShape(
-            **{f.name: getattr(config, f.name) for f in fields(ModelShape)}
-        )
+        self.shape = ModelShape(**{f.name: getattr(config, f.name) for f in fields(ModelShape)})
         self.device = torch.device("cpu")
         self._loaded_from: Path | None = None
 
@@ -267,9 +266,7 @@ def _per_token(
         )
     if batch.num_response_tokens == 0:
         raise ValueError("train: the batch has no response token; there is nothing to learn from")
-    for number, (old, length) in enumerate(
-        zip(old_logprobs, batch.response_lengths, strict=True)
-    ):
+    for number, (old, length) in enumerate(zip(old_logprobs, batch.response_lengths, strict=True)):
         if len(old) != length:
             raise ValueError(
                 f"train: sequence {number} has {length} response tokens and {len(old)} logprobs"

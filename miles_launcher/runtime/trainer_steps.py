@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +24,7 @@ from .trainer_config import TrainerRankConfig
 class PolicySteps:
     """Runs a policy model: micro-batches of packed sequences in, logprobs out."""
 
-    def __init__(
-        self, model: torch.nn.Module, config: TrainerRankConfig, device: torch.device
-    ) -> None:
+    def __init__(self, model: Any, config: TrainerRankConfig, device: torch.device) -> None:
         self.model, self.config, self.device = model, config, device
         self.context = RankGroup.of(parallel_state.get_context_parallel_group())
         self.sequences_per_micro_batch = config.micro_batch_size
@@ -127,9 +126,7 @@ class PolicySteps:
         def finish(number: int, part: MicroBatch, output: torch.Tensor) -> tuple[Any, ...]:
             new = output[: part.num_scored]
             where = part.places[: part.num_scored] + int(starts[number])
-            loss, clipped = clipped_policy_loss(
-                new, old_of[where], advantage_of[where], clip_eps
-            )
+            loss, clipped = clipped_policy_loss(new, old_of[where], advantage_of[where], clip_eps)
             if part.num_scored == 0:
                 # Nothing to learn here, but this rank still takes part in every exchange.
                 loss = output.sum() * 0.0
@@ -157,9 +154,7 @@ class PolicySteps:
 class StockSteps(PolicySteps):
     """The control: megatron's own model, one sequence at a time, and a plain log-softmax."""
 
-    def __init__(
-        self, model: torch.nn.Module, config: TrainerRankConfig, device: torch.device
-    ) -> None:
+    def __init__(self, model: Any, config: TrainerRankConfig, device: torch.device) -> None:
         super().__init__(model, config, device)
         # The local attention layer of megatron takes no packed sequences.
         self.sequences_per_micro_batch = 1

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+
 from megatron_patch.config import ModelShape
 from megatron_patch.hf_layout import hf_tensors
 from miles_launcher.runtime.batch import Batch
-from safetensors.torch import save_file
 
 V1 = "qwen3_dense_true_on_policy_v1"
 V2 = "qwen3_dense_true_on_policy_v2"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from megatron_models import SHAPES, TEMPERATURE
+
 from megatron_patch.config import ModelShape
 from megatron_patch.ops.attention import reference as attention
 from megatron_patch.ops.linear import reference as linear
@@ -62,9 +63,9 @@ def hidden_states(
             out = linear.linear(x, weight(f"self_attn.{letter}_proj.weight"), bias, BF16)
             out = out.view(length, -1, shape.head_dim)
             if shape.qk_layernorm and letter != "v":
-                out = rms_norm.rms_norm(
-                    out, weight(f"self_attn.{letter}_norm.weight"), None, eps
-                )[0]
+                out = rms_norm.rms_norm(out, weight(f"self_attn.{letter}_norm.weight"), None, eps)[
+                    0
+                ]
             heads.append(out)
         query, key = rope.rope(heads[0], heads[1], positions, table)
         out = attention.attention(

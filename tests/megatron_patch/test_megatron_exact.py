@@ -14,6 +14,7 @@ import megatron_oracle as oracle
 import numpy as np
 import pytest
 from megatron_models import SHAPES, V1, V2, batch_for, weights
+
 from megatron_patch.schema import row_reduction
 from megatron_patch.schema.reduction import balanced
 
@@ -30,9 +31,7 @@ def bits(scores: list[np.ndarray]) -> np.ndarray:
 @cache
 def expected(name: str, contract: str, segments: int, rollout_tp: int = 1) -> np.ndarray:
     return bits(
-        oracle.contract_scores(
-            name, weights(name), batch_for(name), contract, segments, rollout_tp
-        )
+        oracle.contract_scores(name, weights(name), batch_for(name), contract, segments, rollout_tp)
     )
 
 

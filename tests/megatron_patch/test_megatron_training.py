@@ -99,6 +99,12 @@ def test_the_gradient_is_that_of_plain_autograd(ranks, model_folder) -> None:
         assert error < 0.03, (key, error)
 
 
+def rotated(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    cos, sin = (t.unsqueeze(1) for t in table.chunk(2, dim=-1))
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
 def oracle_gradients(name: str, folder: Any, scores: list[np.ndarray]) -> dict[str, np.ndarray]:
     from megatron_models import ADVANTAGES, TEMPERATURE
 
@@ -115,7 +121,6 @@ def oracle_gradients(name: str, folder: Any, scores: list[np.ndarray]) -> dict[s
         prompt, response = batch.prompt_lengths[number], batch.response_lengths[number]
         length = len(tokens)
         table = oracle._table(shape, length).double()
-        cos, sin = (x.unsqueeze(1) for x in table.chunk(2, dim=-1))
         stream = tensors["model.embed_tokens.weight"][tokens]
         for i in range(shape.num_hidden_layers):
             w = {
@@ -130,16 +135,12 @@ def oracle_gradients(name: str, folder: Any, scores: list[np.ndarray]) -> dict[s
             )
             q, k = norm(q, w["self_attn.q_norm.weight"]), norm(k, w["self_attn.k_norm.weight"])
 
-            def rotated(x: torch.Tensor) -> torch.Tensor:
-                a, b = x.chunk(2, dim=-1)
-                return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-
             group = shape.num_attention_heads // shape.num_key_value_heads
             q, k, v = (
                 y.transpose(0, 1)
                 for y in (
-                    rotated(q),
-                    rotated(k).repeat_interleave(group, 1),
+                    rotated(q, table),
+                    rotated(k, table).repeat_interleave(group, 1),
                     v.repeat_interleave(group, 1),
                 )
             )
@@ -167,7 +168,13 @@ def test_the_same_bits_on_a_second_run_and_under_recompute(ranks, model_folder) 
     layout = (2, 1, 1)
     first = train(ranks, model_folder, "small", layout)
     again = ranks.run(
-        2, "score_and_train", str(model_folder("small")), "small", layout, {}, ("train", "gradients")
+        2,
+        "score_and_train",
+        str(model_folder("small")),
+        "small",
+        layout,
+        {},
+        ("train", "gradients"),
     )
     full = train(ranks, model_folder, "small", layout, recompute="full")
     wanted = whole_gradients(first, "small")
@@ -182,7 +189,11 @@ def test_recompute_runs_the_layers_again(ranks, model_folder) -> None:
     counts = {}
     for recompute in ("none", "full"):
         (result,) = ranks.run(
-            1, "count_calls_of_a_step", str(model_folder("small")), "small", {"recompute": recompute}
+            1,
+            "count_calls_of_a_step",
+            str(model_folder("small")),
+            "small",
+            {"recompute": recompute},
         )
         counts[recompute] = result
     assert counts["full"]["attention"] == 2 * counts["none"]["attention"]
@@ -191,7 +202,7 @@ def test_recompute_runs_the_layers_again(ranks, model_folder) -> None:
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2)])
 def test_exact_again_after_the_update(ranks, model_folder, layout, tmp_path) -> None:
-    """Weights leave as Hugging Face tensors; the oracle on those equals the trainer's next score."""
+    """The oracle on the exported Hugging Face tensors equals the trainer's next score."""
     results = ranks.run(
         layout[0] * layout[1] * layout[2],
         "step_export_and_score",
@@ -210,9 +221,7 @@ def test_exact_again_after_the_update(ranks, model_folder, layout, tmp_path) -> 
     )
     wanted = oracle.contract_scores("small", exported, batch_for("small"), V2, 4)
     for result in results:
-        assert np.array_equal(
-            bits(np.concatenate(result["scores"])), bits(np.concatenate(wanted))
-        )
+        assert np.array_equal(bits(np.concatenate(result["scores"])), bits(np.concatenate(wanted)))
         assert result["digest"] == results[0]["saved_digest"]
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     for key, value in exported.items():
@@ -225,4 +234,3 @@ def test_padding_rows_get_no_gradient(ranks, model_folder, layout) -> None:
     results = train(ranks, model_folder, "tiny", layout)
     found = [r["padding_gradient"] for r in results]
     assert max(found) == 0.0, "the last rank holds the padding rows, and they must stay untouched"
-
