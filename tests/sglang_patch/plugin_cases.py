@@ -21,7 +21,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_patch import plugin, state
-from sglang_patch.contracts import policy_for
+from sglang_patch.contracts import _requirements, policy_for
 from sglang_patch.hooks.args import FIELDS
 from sglang_patch.hooks.scheduler import DIGEST_RPC
 
@@ -261,6 +261,14 @@ def test_the_flag_is_described_where_sglang_lists_its_flags() -> None:
     assert action.default is None
     assert V1 in str(action.help)
     assert V2 in str(action.help)
+
+
+def test_every_setting_that_a_contract_looks_at_is_one_that_sglang_has() -> None:
+    """A setting renamed upstream would read as None, and None permits most of them."""
+    fields = {field.name for field in dataclasses.fields(sglang_server_args.ServerArgs)}
+    looked_at = {setting for setting, *_ in _requirements(argparse.Namespace())}
+    assert len(looked_at) >= 14
+    assert looked_at | {"tp_size"} <= fields
 
 
 def test_fields_are_added_once() -> None:
