@@ -7,6 +7,7 @@ output and log-sum-exp; on a CPU the backward recomputes the probabilities (Dao 
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -64,8 +65,8 @@ def _flash_backward(
     ctx: Any, out_gradient: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     query, key, value, out, lse = ctx.saved_tensors
-    offsets = torch.tensor([0, *ctx.lengths], dtype=torch.int32, device=query.device)
-    offsets = offsets.cumsum(0, dtype=torch.int32)
+    starts = list(accumulate(ctx.lengths, initial=0))
+    offsets = torch.tensor(starts, dtype=torch.int32, device=query.device)
     # No dropout, so the philox state is never read; the operator still wants two tensors.
     no_rng = torch.zeros(2, dtype=torch.uint64, device=query.device)
     longest = max(ctx.lengths)

@@ -76,7 +76,9 @@ class _TokenLogprobs(torch.autograd.Function):
         dscaled = -torch.exp(scaled - normaliser.unsqueeze(1)) * gradient
         local = targets - ctx.first
         owned = ((local >= 0) & (local < columns)).to(wide).unsqueeze(1)
-        dscaled.scatter_add_(1, local.clamp(0, columns - 1).unsqueeze(1), gradient * owned)
+        # One index a row, so that nothing is added in an order of the hardware's choosing.
+        index = local.clamp(0, columns - 1).unsqueeze(1)
+        dscaled.scatter_(1, index, dscaled.gather(1, index) + gradient * owned)
         # Padding columns are in no softmax, so nothing flows into their rows of the table.
         dscaled[:, max(0, ctx.vocab_size - ctx.first) :] = 0.0
         dlogits = (dscaled / temperature.to(wide)).to(logits.dtype)
