@@ -84,7 +84,7 @@ def _write(folder: Path, profile: ModelProfile, seed: int, max_shard_bytes: int)
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {key: seeded_tensor(key, shape, seed) for key, shape in shapes.items()}
         save_file(tensors, folder / name, metadata={"format": "pt"})
-        weight_map |= {key: name for key in tensors}
+        weight_map |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in tensors.values())
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}

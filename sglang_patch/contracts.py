@@ -78,17 +78,32 @@ def policy_for(server_args: Any) -> SGLangRuntimePolicy | None:
         return None
     name, segments = split_bound_name(text)
     contract = get_contract(name)
+    tensor_parallel_size = server_args.tp_size
+    rule = contract.row_linear
+    if rule.order != "segments":
+        segments = rule.max_segments
+    elif segments is None:
+        segments = max(1, tensor_parallel_size)
+    sizes = (("tp_size", tensor_parallel_size, rule.max_tensor_parallel_size),) + (
+        (("segments", segments, rule.max_segments),) if rule.order == "segments" else ()
+    )
     violations = [
+        f"{what}={value}: a power of two from 1 to {largest} is needed"
+        for what, value, largest in sizes
+        if value < 1 or value & (value - 1) or value > largest
+    ]
+    if rule.order == "segments" and segments < tensor_parallel_size:
+        violations.append(f"segments={segments} at tp_size={tensor_parallel_size}: a rank has none")
+    violations += [
         f"{setting}={value!r}: {reason}"
         for setting, value, allowed, reason in _requirements(server_args)
         if value not in allowed
     ]
     if violations:
         raise ValueError(f"{name} cannot hold with: " + "; ".join(violations))
-    tensor_parallel_size = server_args.tp_size
     return SGLangRuntimePolicy(
         contract=contract,
-        segments=segments if segments is not None else max(1, tensor_parallel_size),
+        segments=segments,
         tensor_parallel_size=tensor_parallel_size,
         fault=None if fault_text is None else parse_fault(fault_text),
     )
@@ -103,6 +118,15 @@ def _requirements(server_args: Any) -> list[tuple[str, object, tuple[object, ...
     off: tuple[object, ...] = (None, False)
     return [
         ("dtype", get("dtype"), ("bfloat16",), "weights and activations are bf16"),
+        ("torchao_config", get("torchao_config"), (None, ""), "it quantises after loading"),
+        ("attn_cp_size", get("attn_cp_size"), (None, 1), "the engine would split sequences"),
+        ("dcp_size", get("dcp_size"), (None, 1), "the engine would split sequences"),
+        (
+            "enable_two_batch_overlap",
+            get("enable_two_batch_overlap"),
+            off,
+            "it takes another path through the layers",
+        ),
         ("quantization", get("quantization"), (None,), "quantised kernels round elsewhere"),
         (
             "kv_cache_dtype",

@@ -74,11 +74,15 @@ def register() -> None:
     from . import cpu_platform
 
     installed = importlib.metadata.version("sglang")
-    problems = [] if installed == SUPPORTED_SGLANG else [
-        f"sglang {installed} is installed, these hooks were written for {SUPPORTED_SGLANG}"
-    ]
+    problems = (
+        []
+        if installed == SUPPORTED_SGLANG
+        else [f"sglang {installed} is installed, these hooks were written for {SUPPORTED_SGLANG}"]
+    )
     problems += [
-        f"{row.target}: {row.detail}" for row in check_targets() if not (row.found and row.unchanged)
+        f"{row.target}: {row.detail}"
+        for row in check_targets()
+        if not (row.found and row.unchanged)
     ]
     if problems:
         raise RuntimeError("true on-policy hooks refused: " + "; ".join(problems))

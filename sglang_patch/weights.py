@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ def _matrix(name: str, block: torch.Tensor, first_row: int, first_column: int = 
     return name, block, rows, (first_column, first_column + width)
 
 
-def _qkv(prefix: str, module: torch.nn.Module) -> Iterator[Shard]:
+def _qkv(prefix: str, module: Any) -> Iterator[Shard]:
     sizes = (
         module.num_heads * module.head_size,
         module.num_kv_heads * module.head_size,

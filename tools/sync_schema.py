@@ -3,7 +3,8 @@
     python tools/sync_schema.py            exit 1, naming each file and the first differing line
     python tools/sync_schema.py --write    copy the canonical text over the copies
 
-Canonical: `schema/` (three copies) and `sglang_patch/ops/` (one copy: rollout is the numerical truth).
+Canonical: `schema/` (three copies) and `sglang_patch/ops/` (one copy: rollout is the numerical
+truth).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def _files(folder: Path) -> set[Path]:
 
 def _first_difference(canonical: bytes, copy: bytes) -> str:
     ours, theirs = canonical.splitlines(keepends=True), copy.splitlines(keepends=True)
-    for number, (expected, found) in enumerate(zip(ours, theirs), start=1):
+    for number, (expected, found) in enumerate(zip(ours, theirs, strict=False), start=1):
         if expected != found:
             return f"line {number}: canonical {expected!r}, copy {found!r}"
     number = min(len(ours), len(theirs)) + 1
@@ -63,7 +64,14 @@ def differences(root: Path) -> list[str]:
 
 
 def write(root: Path) -> None:
-    """Make every copy equal to its canonical folder, removing files that do not belong."""
+    """Make every copy equal to its canonical folder, removing files that do not belong.
+
+    Raises `ValueError` before anything is touched where a canonical folder has no files: that is
+    another root, not a reason to empty the copies.
+    """
+    empty = [name for name in MANIFEST if not _files(root / name)]
+    if empty:
+        raise ValueError(f"{root}: no canonical files in {', '.join(empty)}; is --root right?")
     for canonical_name, copies in MANIFEST.items():
         canonical = root / canonical_name
         expected = _files(canonical)
@@ -85,7 +93,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     if arguments.write:
-        write(arguments.root)
+        try:
+            write(arguments.root)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 1
     found = differences(arguments.root)
     for line in found:
         print(line, file=sys.stderr)

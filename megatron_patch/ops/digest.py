@@ -14,6 +14,7 @@ _GOLDEN = -7046029254386353131
 _MIX_1 = -4658895280553007687
 _MIX_2 = -7723592293110705685
 _CHUNK = 1 << 22
+_INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 def source_digest(folder: Path) -> str:
@@ -45,11 +46,16 @@ def shard_digest(shard: torch.Tensor, rows: tuple[int, int], columns: tuple[int,
     most 2**31; a vector is one column. Contributions of disjoint shards add modulo 2**64, so every
     sharding of the same bits has the same sum. Raises `ValueError` when the ranges do not fit.
     """
-    matrix = shard.detach().reshape(shard.shape[0], -1)
     expected = (rows[1] - rows[0], columns[1] - columns[0])
+    matrix = shard.detach()
+    matrix = matrix.unsqueeze(1) if matrix.dim() == 1 else matrix
     if tuple(matrix.shape) != expected:
         raise ValueError(f"shard_digest: shard {tuple(matrix.shape)} is not {expected}")
-    integer = {2: torch.int16, 4: torch.int32}[matrix.element_size()]
+    if not matrix.numel():
+        return 0
+    if matrix.element_size() not in _INTEGERS:
+        raise ValueError(f"shard_digest: {matrix.dtype} is not a 16- or 32-bit format")
+    integer = _INTEGERS[matrix.element_size()]
     column_ids = torch.arange(columns[0], columns[1], device=matrix.device, dtype=torch.int64)
     total = 0
     step = max(1, _CHUNK // max(1, matrix.shape[1]))

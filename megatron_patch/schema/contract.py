@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Literal, Mapping
+from typing import Literal
 
 DType = Literal["bfloat16", "float32"]
 

@@ -135,9 +135,7 @@ def row_reduction(
     )
 
 
-def association(
-    contract_name: str, k_global: int, tp: int = 1, segments: int = 8
-) -> Association:
+def association(contract_name: str, k_global: int, tp: int = 1, segments: int = 8) -> Association:
     """The association of the leaves, the same value for every `tp` that the contract supports.
 
     v1: leaves are 128-wide K tiles (`segments` is ignored); v2: leaves are the segments.
@@ -172,8 +170,8 @@ def supported_tensor_parallel_sizes(
 
 def run_tree(num_leaves: int, run: int) -> Association:
     """Runs of `run` leaves added left to right, then a balanced tree over the runs."""
-    runs = num_leaves // run
-    if run < 1 or runs * run != num_leaves or runs & (runs - 1):
+    runs = num_leaves // run if run > 0 else 0
+    if runs < 1 or runs * run != num_leaves or runs & (runs - 1):
         raise ValueError(f"{num_leaves} leaves are not a power of two of runs of {run}")
     return _tree_of_runs(0, runs, run)
 

@@ -29,6 +29,8 @@ class VocabularySegments:
 
     def shard(self, tensor_parallel_size: int, rank: int) -> tuple[int, int]:
         """Column range `[start, stop)` of the padded table that one trainer rank owns."""
+        if not 0 <= rank < tensor_parallel_size:
+            raise ValueError(f"rank {rank} is not one of {tensor_parallel_size}")
         if self.num_segments % tensor_parallel_size:
             raise ValueError(
                 f"tensor_parallel_size={tensor_parallel_size} does not divide the "

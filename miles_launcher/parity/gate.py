@@ -7,7 +7,6 @@ from typing import Any
 
 from .compare import Comparison
 
-# Told apart by rank, or counted as the run goes on: never part of the comparison of two sides.
 _MAX_SHOWN = 4
 
 
@@ -85,6 +84,8 @@ def check_hook_calls(
     for rank, report in enumerate(readbacks):
         calls, layers = report["calls"], report["num_layers"]
         forwards = calls.get("embedding", 0)
+        if calls.get("lm_head", 0) == 0:
+            raise GateClosed(f"rollout rank {rank}: no logits went through the hooks")
         if forwards == 0:
             raise GateClosed(f"rollout rank {rank}: no forward pass went through the hooks")
         per_forward = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,9 +122,7 @@ class Cluster:
         """The bundle of one trainer rank; shared with the engine where colocated."""
         return rank if self._colocate else self._rollout_ranks + rank
 
-    def start(
-        self, name: str, actor_class: type, bundle: int, log_path: Path, *args: Any
-    ) -> Role:
+    def start(self, name: str, actor_class: type, bundle: int, log_path: Path, *args: Any) -> Role:
         """Start one actor in a bundle, without reserving devices: its environment names them."""
         import ray
 
@@ -136,9 +134,7 @@ class Cluster:
         self.roles.append(role)
         return role
 
-    def wait(
-        self, calls: Mapping[str, Any] | Sequence[tuple[Role, Any]], *, timeout: float | None = None
-    ) -> list[Any]:
+    def wait(self, calls: Sequence[tuple[Role, Any]], *, timeout: float | None = None) -> list[Any]:
         """Results of one call per role, in order; raises as soon as one of them fails.
 
         Waiting for the first in order would hang on a rank that waits for a dead one. Raises
@@ -148,10 +144,9 @@ class Cluster:
         """
         import ray
 
-        pairs = list(calls.items() if isinstance(calls, Mapping) else calls)
-        owners = {ref: role for role, ref in pairs}
+        owners = {ref: role for role, ref in calls}
         results: dict[Any, Any] = {}
-        pending = [ref for _, ref in pairs]
+        pending = [ref for _, ref in calls]
         deadline = None if timeout is None else time.monotonic() + timeout
         while pending:
             ready, pending = ray.wait(pending, num_returns=1, timeout=_POLL_SECONDS)
@@ -164,7 +159,7 @@ class Cluster:
                     + ", ".join(role.name for role in late)
                     + _quote(late[0])
                 )
-        return [results[ref] for _, ref in pairs]
+        return [results[ref] for _, ref in calls]
 
     def call(self, role: Role, ref: Any, *, timeout: float | None = None) -> Any:
         """The result of one call; see `wait`."""

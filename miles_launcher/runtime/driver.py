@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -33,7 +30,7 @@ def run_launch(plan_path: Path, parity_only: bool) -> int:
     report = _new_report(plan)
     progress = Progress(report)
     try:
-        with _terminable(), progress:
+        with progress:
             _run(plan, report, progress, out, parity_only)
         report.finish("complete", EXACT)
     except GateClosed as closed:
@@ -68,18 +65,8 @@ def _new_report(plan: LaunchPlan) -> Report:
     )
 
 
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM ends a run as Ctrl-C does: processes ended, report written."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def _run(
@@ -106,6 +93,9 @@ def _run(
     try:
         with progress.phase("starting ray", report.start_seconds, "ray"):
             cluster.__enter__()
+            # SIGTERM ends a run as Ctrl-C does: processes ended, report written. Set here because
+            # Ray, when it starts, puts a handler of its own that ends the process on the spot.
+            signal.signal(signal.SIGTERM, _interrupt)
         try:
             session = Session(cluster, plan)
             loop = Loop(plan, session, report, progress, weights, parity_only=parity_only)
@@ -124,7 +114,3 @@ def _run(
                 cluster.__exit__()
     finally:
         events.close()
-
-
-__all__ = ["run_launch"]
-assert os.name == "posix", "signals and process groups are POSIX"

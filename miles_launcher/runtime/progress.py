@@ -88,7 +88,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self.console.print(text)
+        self.console.print(text, soft_wrap=True)
 
     def step_done(self, step: StepReport) -> None:
         """On a terminal the table shows it; elsewhere one line a step."""

@@ -19,7 +19,7 @@ _BUCKET_BYTES = 1 << 29
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """One sampled response: ids, and the logprob of each as the engine returned it (fp32 values)."""
+    """One sampled response: ids, and each one's logprob as the engine returned it (fp32)."""
 
     response_ids: tuple[int, ...]
     logprobs: tuple[float, ...]

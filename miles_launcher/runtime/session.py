@@ -52,9 +52,8 @@ class Session:
             )
             self._trainers.append(role)
         roles = [self._rollout, *self._trainers]
-        for role, pid in zip(
-            roles, cluster.wait([(r, r.actor.pid.remote()) for r in roles], timeout=timeout)
-        ):
+        pids = cluster.wait([(r, r.actor.pid.remote()) for r in roles], timeout=timeout)
+        for role, pid in zip(roles, pids, strict=True):
             role.pids.append(pid)
         first = self._trainers[0]
         address, port = cluster.call(first, first.actor.rendezvous.remote(), timeout=timeout)

@@ -12,9 +12,7 @@ from ..ops import silu_mul
 from .target import Hook
 
 
-def forward(
-    original: Callable[..., Any], self: Any, x: torch.Tensor, *args: Any
-) -> torch.Tensor:
+def forward(original: Callable[..., Any], self: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
     """x: [tokens, 2 * intermediate_local] bf16, gate first -> [tokens, intermediate_local]."""
     if args:
         raise ValueError("silu_mul: a clamp limit is not part of the contract")

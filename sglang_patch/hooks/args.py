@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 from ..schema import CONTRACTS
 from .target import Hook
@@ -28,7 +28,7 @@ def add_fields(server_args_class: type) -> None:
     for name, text in FIELDS.items():
         if name in fields:
             continue
-        annotation = Annotated[Optional[str], text]
+        annotation = Annotated[str | None, text]
         extra = dataclasses.make_dataclass("_Extra", [(name, annotation, None)])
         fields[name] = dataclasses.fields(extra)[0]
         server_args_class.__annotations__[name] = annotation

@@ -39,9 +39,7 @@ def lm_head(
 class _ContractLogSoftmax(TorchFunctionMode):
     """Inside: `torch.nn.functional.log_softmax` is the contract's."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is not torch.nn.functional.log_softmax:
             return func(*args, **kwargs)
@@ -53,7 +51,7 @@ class _ContractLogSoftmax(TorchFunctionMode):
 
 
 def prompt_logprobs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Logprobs of prompt tokens (temperature 1, as SGLang defines them), in the contract's order."""
+    """Logprobs of prompt tokens in the contract's order (at temperature 1, as SGLang has them)."""
     with _ContractLogSoftmax():
         return original(*args, **kwargs)
 

@@ -68,7 +68,9 @@ def place_modules(model: torch.nn.Module) -> int:
     if not planned:
         problems.append("no row-parallel linear found")
     if problems:
-        raise ValueError(f"{policy.contract.name} does not cover this model: " + "; ".join(problems))
+        raise ValueError(
+            f"{policy.contract.name} does not cover this model: " + "; ".join(problems)
+        )
     return planned
 
 

@@ -33,9 +33,7 @@ def forward(
         )
     # The first residual of a model is the embedding itself, in bf16; widening it is exact.
     stream_in = None if residual is None else residual.float()
-    out, stream = rms_norm(
-        x.contiguous(), self.weight, self.variance_epsilon, residual=stream_in
-    )
+    out, stream = rms_norm(x.contiguous(), self.weight, self.variance_epsilon, residual=stream_in)
     out = state.tap(place.op, out, place.layer)
     return out if residual is None else (out, stream)
 

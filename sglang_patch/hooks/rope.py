@@ -73,7 +73,9 @@ def forward(
 
 _CLASS = "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding"
 HOOKS = (
-    Hook(name="rope_table", target=f"{_CLASS}.__init__", digest="094108afd7caf77e", replacement=init),
+    Hook(
+        name="rope_table", target=f"{_CLASS}.__init__", digest="094108afd7caf77e", replacement=init
+    ),
     Hook(
         name="rope_extend",
         target=f"{_CLASS}._ensure_cos_sin_cache_length",

@@ -32,7 +32,9 @@ class Hook:
     cpu_only: bool = False
 
     def resolve(self) -> Callable[..., Any]:
-        """The object whose source is checked; `AttributeError` or `ImportError` when it is gone."""
+        """The object whose source is checked; `AttributeError` or `ImportError` when it, or the
+        target itself, is gone."""
+        pkgutil.resolve_name(self.target)
         found = pkgutil.resolve_name(self.checked or self.target)
         # Past our own wrapper and the descriptors, so that a second look sees the original text.
         found = inspect.unwrap(found)

@@ -30,7 +30,8 @@ def _power_of_two(n: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def exp(x: torch.Tensor) -> torch.Tensor:
-    """e to the x, elementwise, fp32 or fp64 (within two ulps); 0 below the smallest normal number.
+    """e to the x, elementwise, fp32 or fp64 (within two ulps); 0 below the
+    smallest normal number.
 
     Finite arguments up to 88 (fp32) or 709 (fp64), and -inf. NaN stays NaN.
     """
@@ -52,7 +53,7 @@ def exp(x: torch.Tensor) -> torch.Tensor:
 
 
 def log(x: torch.Tensor) -> torch.Tensor:
-    """Natural logarithm of positive normal numbers, elementwise, fp32 or fp64 (within three ulps)."""
+    """Natural logarithm of positive normal numbers, elementwise, fp32 or fp64 (within 3 ulps)."""
     dtype = x.dtype
     bits = x.view(_INTEGER[dtype])
     exponent = (bits >> _MANTISSA_BITS[dtype]) - _BIAS[dtype]

@@ -190,7 +190,7 @@ def test_lists() -> None:
 
 def _without_engines(monkeypatch: pytest.MonkeyPatch, **rows: Any) -> None:
     monkeypatch.setattr(doctor, "_hook_targets", lambda: [rows["hook"]])
-    monkeypatch.setattr(doctor, "_megatron_layers", lambda: [])
+    monkeypatch.setattr(doctor, "_megatron_layers", list)
     monkeypatch.setattr(doctor, "_entry_point", lambda group, name: rows["hook"])
 
 

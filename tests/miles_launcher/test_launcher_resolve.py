@@ -120,7 +120,7 @@ def test_bad_values(plan_for: Any, override: str, reason: str) -> None:
 
 
 def test_all_bad_sampling_values_at_once(plan_for: Any) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="parity needs") as caught:
         plan_for(overrides=("run.top_p=0.9", "run.top_k=5", "run.min_p=0.2"))
     assert str(caught.value).count("parity needs") == 3
 

@@ -24,9 +24,7 @@ def test_without_a_contract_stock_engines_differ(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["trainer:2:down_proj", "rollout:0:q_norm"])
 def test_one_ulp_closes_the_gate(place: str, tmp_path: Path) -> None:
-    ended = run_miles(
-        "launch", "qwen3-tiny", "--inject-fault", place, *SMALL, out=tmp_path / "run"
-    )
+    ended = run_miles("launch", "qwen3-tiny", "--inject-fault", place, *SMALL, out=tmp_path / "run")
     assert ended.returncode == 3, ended.explain()
     (step,) = ended.steps
     assert step["mismatched_tokens"] > 0 and step["grad_norm"] is None

@@ -1,4 +1,4 @@
-"""What goes wrong outside the numbers: every end has an exit code, a report, and no processes left."""
+"""What goes wrong outside the numbers: each end has its exit code and report, no process is left."""
 
 from __future__ import annotations
 

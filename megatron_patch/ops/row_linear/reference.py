@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -51,9 +51,7 @@ def row_linear(
 
     def walk(node: Association, depth: int) -> torch.Tensor:
         value = (
-            leaves[node]
-            if isinstance(node, int)
-            else walk(node[0], depth - 1) + walk(node[1], -1)
+            leaves[node] if isinstance(node, int) else walk(node[0], depth - 1) + walk(node[1], -1)
         )
         if bias is not None and depth == 0:
             value = value + bias.to(leaf_dtype)

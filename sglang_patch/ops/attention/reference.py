@@ -69,7 +69,7 @@ def attention(
     q = q.reshape(len(query_lengths), kv_heads, heads // kv_heads, longest_q, head_dim)
     # Query i of a sequence is its key number (keys - queries + i): a cached prefix comes first.
     offsets = torch.tensor(
-        [n - m for m, n in zip(query_lengths, key_lengths)], device=query.device
+        [n - m for m, n in zip(query_lengths, key_lengths, strict=True)], device=query.device
     )
     rows = torch.arange(longest_q, device=query.device)
     columns = torch.arange(longest_k, device=query.device)
