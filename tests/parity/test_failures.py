@@ -1,4 +1,4 @@
-"""What goes wrong outside the numbers: each end has its exit code and report, no process is left."""
+"""What goes wrong outside the numbers: each end has an exit code and a report; no process stays."""
 
 from __future__ import annotations
 

@@ -154,8 +154,26 @@ def test_row_reduction_is_bound_to_this_engine() -> None:
 def test_row_reduction_refuses_what_the_segments_do_not_divide() -> None:
     with pytest.raises(ValueError, match="K=1540 is not divisible by segments=8"):
         policy(true_on_policy_contract=f"{V2}:segments=8").row_reduction(1540)
-    with pytest.raises(ValueError, match="tensor_parallel_size=3 is not a power of two"):
-        policy(tp_size=3, true_on_policy_contract=f"{V2}:segments=8").row_reduction(1536)
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "bound", "message"),
+    [
+        (3, f"{V2}:segments=8", "tp_size=3: a power of two"),
+        (1, f"{V2}:segments=3", "segments=3: a power of two"),
+        (2, f"{V2}:segments=1", "segments=1 at tp_size=2: a rank has none"),
+        (3, V1, "tp_size=3: a power of two"),
+    ],
+)
+def test_impossible_degrees_are_refused_before_a_model_is_loaded(
+    tp_size: int, bound: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        policy(tp_size=tp_size, true_on_policy_contract=bound)
+
+
+def test_segments_do_not_enter_a_contract_that_has_none() -> None:
+    assert policy(true_on_policy_contract=V1) == policy(true_on_policy_contract=f"{V1}:segments=2")
 
 
 @pytest.mark.parametrize("name", [V1, V2])
