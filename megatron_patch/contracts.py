@@ -15,6 +15,7 @@ from .schema import (
     TrueOnPolicyContract,
     VocabularySegments,
     get_contract,
+    padded_vocabulary,
     row_reduction,
     vocabulary_segments,
 )
@@ -52,18 +53,6 @@ class MegatronRuntimePolicy:
     def row_reduction(self, layer: str) -> RowReduction:
         """The reduction of `o_proj` or `down_proj`."""
         return {"o_proj": self.o_proj, "down_proj": self.down_proj}[layer]
-
-
-def padded_vocabulary(contract_name: str, vocab_size: int) -> int:
-    """Rows of the trainer's vocabulary tables: whole segments at TP 1, 2, 4 and 8.
-
-    Where the contract gathers the shards (v1), any equal shards do; the same multiple is used.
-    """
-    rule = get_contract(contract_name).logprob
-    if rule.order == "segments":
-        return vocabulary_segments(contract_name, vocab_size).padded_size
-    block = rule.num_segments * rule.segment_multiple
-    return block * -(-vocab_size // block)
 
 
 def policy_for(

@@ -11,12 +11,12 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from .config import ModelShape, PolicyTransformerConfig, RopeTable, common_settings
-from .contracts import MegatronRuntimePolicy, padded_vocabulary
+from .contracts import MegatronRuntimePolicy
 from .layers.embedding import PolicyEmbedding
 from .layers.logits import PolicyHead
 from .parallel import MicroBatch
 from .provider import layer_spec
-from .schema import DEFAULT_CONTRACT
+from .schema import DEFAULT_CONTRACT, padded_vocabulary
 
 
 class PolicyModel(GPTModel):

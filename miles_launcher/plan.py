@@ -61,8 +61,8 @@ class PathsPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
-    """One run. `contract` is a registry name, or `off` for the control; `policy.contract` is what
-    the trainer follows in either case. `num_gpus` is None where they are not counted."""
+    """One run. `contract` is a registry name, or `off` for the control: stock kernels on both
+    sides. `num_gpus` is None where they are not counted."""
 
     version: int
     model: ModelProfile

@@ -13,7 +13,13 @@ from typing import Literal
 
 from .layout import Layout
 from .profiles import ModelProfile
-from .schema import DEFAULT_CONTRACT, get_contract, row_reduction, vocabulary_segments
+from .schema import (
+    DEFAULT_CONTRACT,
+    get_contract,
+    padded_vocabulary,
+    row_reduction,
+    vocabulary_segments,
+)
 
 Device = Literal["cpu", "cuda"]
 CONTRACT_OFF = "off"
@@ -38,7 +44,7 @@ class RowLinearPolicy:
 class VocabularyPolicy:
     """The log-softmax: its order, its segments, and the rows of the trainer's table.
 
-    `padded_size` is whole segments, or (`gather`) the next multiple of the trainer's TP degree.
+    `padded_size` is the same for every trainer TP degree.
     """
 
     order: str
@@ -50,12 +56,12 @@ class VocabularyPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelPolicy:
-    """What is numerically in force. `rollout_patched` is False only for the control `off`: a stock
-    rollout against a trainer that still follows `contract`, which must not come out exact."""
+    """What is numerically in force. `patched` is False only for the control `off`: stock kernels on
+    both sides, which must not come out exact; `contract` is then what the run goes without."""
 
     contract: str
     contract_digest: str
-    rollout_patched: bool
+    patched: bool
     segments: int
     attention_backend: str
     row_linears: tuple[RowLinearPolicy, ...]
@@ -63,7 +69,7 @@ class KernelPolicy:
 
 
 def effective_contract(name: str) -> str:
-    """The contract that the trainer follows: `name` itself, or the default for control `off`."""
+    """`name` itself, or, for control `off`, the default that the run goes without."""
     return DEFAULT_CONTRACT if name == CONTRACT_OFF else get_contract(name).name
 
 
@@ -114,11 +120,10 @@ def kernel_policy(
             )
         )
     vocabulary = vocabulary_segments(name, profile.vocab_size)
-    padded = -(-vocabulary.padded_size // layout.train_tp) * layout.train_tp
     return KernelPolicy(
         contract=name,
         contract_digest=get_contract(name).digest(),
-        rollout_patched=contract != CONTRACT_OFF,
+        patched=contract != CONTRACT_OFF,
         segments=segments,
         attention_backend=ATTENTION_BACKENDS[device],
         row_linears=tuple(rows),
@@ -127,6 +132,6 @@ def kernel_policy(
             vocab_size=vocabulary.vocab_size,
             num_segments=vocabulary.num_segments,
             width=vocabulary.width,
-            padded_size=padded,
+            padded_size=padded_vocabulary(name, profile.vocab_size),
         ),
     )

@@ -86,10 +86,10 @@ def switches(inputs: RenderInputs) -> tuple[Switch, ...]:
 def _contract(inputs: RenderInputs) -> Switch:
     policy = inputs.policy
     env = {"SGLANG_PLUGINS": PLUGIN}
-    if not policy.rollout_patched:
+    if not policy.patched:
         return Switch(
             setting="--contract",
-            reason="control: stock rollout kernels, which must not come out exact",
+            reason="control: stock kernels on both sides, which must not come out exact",
             rollout_env=env,
         )
     return Switch(
@@ -156,8 +156,8 @@ def _layout(inputs: RenderInputs) -> Switch:
         "pipeline_model_parallel_size": layout.pp,
         "context_parallel_size": layout.cp,
         "sequence_parallel": False,
-        # The residual stream is fp32 and crosses the stage boundary as it is.
-        "pipeline_dtype": "float32",
+        # The contract's residual stream is fp32 and crosses the stage boundary as it is.
+        "pipeline_dtype": "float32" if inputs.policy.patched else "bfloat16",
         "variable_seq_lengths": layout.pp > 1,
     }
     if layout.cp > 1:
@@ -233,7 +233,7 @@ def _numbers(inputs: RenderInputs) -> Switch:
         config={
             "bf16": True,
             "params_dtype": "bfloat16",
-            "fp32_residual_connection": True,
+            "fp32_residual_connection": inputs.policy.patched,
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
             "transformer_impl": "local",

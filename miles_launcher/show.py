@@ -75,8 +75,8 @@ def _rendered(values: dict[str, Any]) -> list[tuple[str, str]]:
 def _overview(plan: LaunchPlan) -> Table:
     model, layout, policy, paths = plan.model, plan.layout, plan.policy, plan.paths
     contract = policy.contract
-    if not policy.rollout_patched:
-        contract = f"off (control: stock rollout; the trainer follows {policy.contract})"
+    if not policy.patched:
+        contract = "off (control: stock kernels on both sides)"
     world = (
         f"{layout.train_tp} tp x {layout.pp} pp x {layout.cp} cp = {layout.train_world_size} ranks"
     )

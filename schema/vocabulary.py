@@ -40,6 +40,16 @@ class VocabularySegments:
         return rank * width, (rank + 1) * width
 
 
+def padded_vocabulary(contract_name: str, vocab_size: int) -> int:
+    """Rows of the trainer's embedding and head tables: whole segments at TP 1, 2, 4 and 8.
+
+    Where the contract gathers the shards first, any equal shards do; the same multiple is used.
+    """
+    rule = get_contract(contract_name).logprob
+    block = rule.num_segments * rule.segment_multiple
+    return block * -(-vocab_size // block)
+
+
 def vocabulary_segments(contract_name: str, vocab_size: int) -> VocabularySegments:
     """Segments of a real vocabulary: the width is a multiple of 64, `64 * ceil(V / 512)` for 8.
 

@@ -113,4 +113,6 @@ def rank_config(
         "recompute": training.recompute,
         "fault": None if fault is None else fault.place,
         "seed": plan.run.seed,
+        "megatron": plan.trainer.config_kwargs,
+        "model": plan.trainer.model_kwargs,
     }

@@ -16,7 +16,8 @@ class TrainerRankConfig:
     `contract` is a registry name, or `off`: megatron's own layers and a plain log-softmax, the
     control that must not come out exact. `segments` and `rollout_tensor_parallel_size` are the
     rollout's. `micro_batch_size` is in sequences. `fault` is `LAYER:OP[:RANK[:TOKEN]]`.
-    `megatron` holds further TransformerConfig fields; one that contradicts the others is an error.
+    `megatron` holds further TransformerConfig fields (dtypes and activation as strings) and `model`
+    GPTModel arguments, as the plan rendered them; one that contradicts the others is an error.
     """
 
     rank: int = 0
@@ -62,6 +63,7 @@ class TrainerRankConfig:
     fault: str | None = None
     seed: int = 0
     megatron: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         product = (

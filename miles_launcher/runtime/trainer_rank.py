@@ -6,7 +6,7 @@ Every method is collective: call it on all ranks with equal arguments.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from megatron_patch import cpu_platform
 from megatron_patch.config import ModelShape
-from megatron_patch.contracts import padded_vocabulary, policy_for
-from megatron_patch.schema import DEFAULT_CONTRACT
+from megatron_patch.contracts import policy_for
+from megatron_patch.ops.formats import DTYPES
+from megatron_patch.schema import DEFAULT_CONTRACT, padded_vocabulary
 
 from .batch import Batch
 from .trainer_config import CONTRACT_OFF, TrainerRankConfig
@@ -52,12 +53,31 @@ class TrainerRank:
         name = DEFAULT_CONTRACT if contract == CONTRACT_OFF else contract
         return padded_vocabulary(name, self.shape.vocab_size)
 
+    def _check_model_arguments(self) -> None:
+        """`ValueError` where the plan's GPTModel arguments are not those of this model."""
+        built: dict[str, Any] = {
+            "vocab_size": self.padded_vocab_size,
+            "max_sequence_length": self.shape.max_position_embeddings,
+            "share_embeddings_and_output_weights": self.shape.tie_word_embeddings,
+            "position_embedding_type": "rope",
+            "rotary_base": self.shape.rope_theta,
+            "parallel_output": True,
+        }
+        wrong = [
+            f"{name}={value!r} (this model has {built.get(name)!r})"
+            for name, value in self.config.model.items()
+            if name not in built or built[name] != value
+        ]
+        if wrong:
+            raise ValueError("model arguments contradict the run: " + "; ".join(wrong))
+
     def initialize(self) -> None:
         """Join the process group; build model, gradient buffers and optimizer.
 
         Raises `ValueError` where the layout, the contract or the model cannot go together.
         """
         config = self.config
+        self._check_model_arguments()
         torch.set_num_threads(config.num_threads)
         if config.device == "cuda":
             self.device = torch.device("cuda", config.local_device_index)
@@ -102,7 +122,7 @@ class TrainerRank:
         options: dict[str, Any] = {
             "device": self.device,
             "recompute": config.recompute,
-            "megatron": dict(config.megatron),
+            "megatron": _megatron_fields(config.megatron),
         }
         if config.contract == CONTRACT_OFF:
             self.model = build_stock_model(self.shape, **options)
@@ -253,6 +273,21 @@ class TrainerRank:
         if dist.is_initialized():
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
+
+
+_DTYPE_FIELDS = ("params_dtype", "pipeline_dtype")
+_ACTIVATIONS = {"silu": torch.nn.functional.silu}
+
+
+def _megatron_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """TransformerConfig fields from their plain form in a plan."""
+    fields_ = dict(plain)
+    for name in _DTYPE_FIELDS:
+        if name in fields_:
+            fields_[name] = DTYPES[fields_[name]]
+    if "activation_func" in fields_:
+        fields_["activation_func"] = _ACTIVATIONS[fields_["activation_func"]]
+    return fields_
 
 
 def _per_token(

@@ -28,7 +28,7 @@ from .reduction import (
     run_tree,
     supported_tensor_parallel_sizes,
 )
-from .vocabulary import VocabularySegments, vocabulary_segments
+from .vocabulary import VocabularySegments, padded_vocabulary, vocabulary_segments
 
 __all__ = [
     "CONTRACTS",
@@ -46,6 +46,7 @@ __all__ = [
     "association",
     "get_contract",
     "local_association",
+    "padded_vocabulary",
     "rank_association",
     "row_reduction",
     "run_of",

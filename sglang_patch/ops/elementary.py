@@ -1,10 +1,11 @@
-"""exp, log and sums whose bits depend on the values alone.
+"""exp, log, square roots and sums whose bits depend on the values alone.
 
-PyTorch's CPU `exp` takes another code path for the tail of a tensor than for its vector body, and
-`sum` associates by shape. A row would then get other bits beside other neighbours or in another
-shard. These use only `+ - * /`, rounding and bit moves, which IEEE 754 defines exactly, one torch
-call each so that no compiler fuses a multiply into an add: the same bits at every position, shape,
-thread count and processor.
+PyTorch's CPU `exp` takes another code path for the tail of a tensor than for its vector body, `sum`
+associates by shape, and `sqrt` comes from MKL's vector library, which rounds some results the other
+way. A row would then get other bits beside other neighbours, in another shard or on another
+processor. These use only `+ - * /`, rounding and bit moves, which IEEE 754 defines exactly, one
+torch call each so that no compiler fuses a multiply into an add: the same bits at every position,
+shape, thread count and processor.
 """
 
 from __future__ import annotations
@@ -70,6 +71,16 @@ def log(x: torch.Tensor) -> torch.Tensor:
         y.mul_(z).add_(1.0 / (2 * k + 1))
     y = s * y * 2.0
     return n * _LN2_HIGH[dtype] + (y + n * _LN2_LOW[dtype])
+
+
+def sqrt(x: torch.Tensor) -> torch.Tensor:
+    """Correctly rounded square root of fp32 numbers, elementwise; fp64 as PyTorch gives it.
+
+    Taken in fp64 and rounded once. The root of a 24-bit number is never within 2**-51 (relative) of
+    the middle between two fp32 numbers, and the fp64 root is closer to the truth than that, so the
+    second rounding cannot go the wrong way.
+    """
+    return torch.sqrt(x.to(torch.float64)).to(x.dtype)
 
 
 def pair_sum(x: torch.Tensor, dim: int = -1) -> torch.Tensor:

@@ -13,9 +13,9 @@ from megatron_models import SHAPES, V1, V2, weights
 from safetensors.torch import load_file, save_file
 
 from megatron_patch.checkpoint import hf_folder_digest
-from megatron_patch.contracts import padded_vocabulary
 from megatron_patch.hf_layout import RankPlace, blocks, hf_tensors
 from megatron_patch.ops.digest import shard_digest, weights_digest
+from megatron_patch.schema import padded_vocabulary
 
 PLACES = [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (4, 2)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..elementary import pair_sum
+from ..elementary import pair_sum, sqrt
 from ..formats import accumulator_dtype, rounded_dtype
 
 
@@ -18,6 +18,6 @@ def rms_norm(
     if residual is not None:
         stream = stream + residual
     mean_square = pair_sum(stream * stream) / x.shape[-1]
-    scale = 1.0 / torch.sqrt(mean_square + eps)
+    scale = 1.0 / sqrt(mean_square + eps)
     normalised = (stream * scale.unsqueeze(-1)).to(narrow)
     return (normalised.to(wide) * weight.to(wide)).to(narrow), stream

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks.bitwise import differing, one_ulp, random
-from sglang_patch.ops.elementary import exp, log, pair_sum
+from sglang_patch.ops.elementary import exp, log, pair_sum, sqrt
 
 FP32, FP64 = torch.float32, torch.float64
 
@@ -70,3 +71,17 @@ def test_pair_sum_is_the_written_tree() -> None:
     a, b, c, d, e = random(5, seed=3, dtype=FP32)
     assert pair_sum(torch.stack((a, b, c, d, e))) == ((a + b) + (c + d)) + e
     assert pair_sum(torch.zeros(3, 0)).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_square_root_is_correctly_rounded() -> None:
+    """Against NumPy's IEEE root, and against exact integers where the root is nearly a tie."""
+    generator = torch.Generator().manual_seed(11)
+    scale = 10.0 ** torch.randint(-30, 30, (200_000,), generator=generator)
+    x = (torch.rand(200_000, generator=generator) * scale).float()
+    assert np.array_equal(sqrt(x).numpy(), np.sqrt(x.numpy()))
+    for odd in range(2**24 + 1, 2**24 + 4001, 2):
+        # fp32 numbers are even here, so `odd` is the middle of two and its square a near tie.
+        above = np.float32(odd * odd)
+        for near in (above, np.nextafter(above, np.float32(0))):
+            root = int(sqrt(torch.tensor([float(near)])).item())
+            assert (root - 1) ** 2 <= int(near) <= (root + 1) ** 2, (odd, near, root)
