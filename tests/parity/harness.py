@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -91,6 +92,8 @@ def run_and_disturb(
             stdout=stream,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            # A test run in the background may have SIGINT ignored, which a child inherits.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         root = psutil.Process(process.pid)
         deadline = time.monotonic() + _LIMIT_SECONDS
