@@ -109,6 +109,8 @@ class Loop:
 
     def _due(self, step: int) -> bool:
         every = self._plan.run.checkpoint_every
+        if every < 0:
+            return False
         return step + 1 == self._plan.run.steps or (every > 0 and (step + 1) % every == 0)
 
     def _gate(

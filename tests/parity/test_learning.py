@@ -11,7 +11,14 @@ STEPS = 30
 
 def test_reward_rises_while_every_step_is_exact(tmp_path: Path) -> None:
     ended = run_miles(
-        "launch", "qwen3-tiny", "--steps", str(STEPS), "run=learn", out=tmp_path / "run"
+        "launch",
+        "qwen3-tiny",
+        "--steps",
+        str(STEPS),
+        "run=learn",
+        "run.samples_per_prompt=4",
+        "train.lr=2e-3",
+        out=tmp_path / "run",
     )
     assert_exact(ended, steps=STEPS)
     rewards = [step["reward_mean"] for step in ended.steps]

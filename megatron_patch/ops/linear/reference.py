@@ -11,8 +11,9 @@ import torch
 
 from ..formats import accumulator_dtype
 
-# Accumulators touched between two values of k; about what a second-level cache holds.
-_BLOCK_ELEMENTS = 1 << 16
+# Elements of products held at a time: about what a second-level cache holds. Small problems form
+# the products of many k in one call and large ones take fewer rows; the additions are the same.
+_BLOCK_ELEMENTS = 1 << 17
 
 
 def leaf_products(x: torch.Tensor, weight: torch.Tensor, num_leaves: int) -> torch.Tensor:
@@ -24,19 +25,22 @@ def leaf_products(x: torch.Tensor, weight: torch.Tensor, num_leaves: int) -> tor
     assert width * num_leaves == k_size, (k_size, num_leaves)
     wide = accumulator_dtype(x.dtype)
     # [width, leaves, ...]: one step of k for all leaves at a time, the columns contiguous.
-    w = weight.to(wide).view(columns, num_leaves, width).permute(2, 1, 0).contiguous()
-    a = x.to(wide).reshape(rows, num_leaves, width).permute(2, 1, 0).contiguous()
+    w = weight.to(wide).view(columns, num_leaves, width).permute(2, 1, 0).contiguous().unsqueeze(2)
+    a = x.to(wide).reshape(rows, num_leaves, width).permute(2, 1, 0).unsqueeze(-1)
     out = torch.zeros((num_leaves, rows, columns), dtype=wide, device=x.device)
-    block = max(1, _BLOCK_ELEMENTS // (columns * num_leaves))
-    for start in range(0, rows, block):
-        accumulator = out[:, start : start + block]
-        part = a[:, :, start : start + block].unsqueeze(-1)
-        local = torch.zeros(accumulator.shape, dtype=wide, device=x.device)
-        product = torch.empty_like(local)
-        for k in range(width):
-            torch.mul(part[k], w[k].unsqueeze(1), out=product)
-            local.add_(product)
-        accumulator.copy_(local)
+    block = min(rows, max(1, _BLOCK_ELEMENTS // (columns * num_leaves)))
+    steps = max(1, _BLOCK_ELEMENTS // (columns * num_leaves * block)) if rows else 1
+    products = torch.empty((steps, num_leaves, block, columns), dtype=wide, device=x.device)
+    for start in range(0, rows, max(1, block)):
+        part = a[:, :, start : start + block]
+        accumulator = torch.zeros((num_leaves, part.shape[2], columns), dtype=wide, device=x.device)
+        held = products[:, :, : part.shape[2]]
+        for k in range(0, width, steps):
+            some = held[: min(steps, width - k)]
+            torch.mul(part[k : k + steps], w[k : k + steps], out=some)
+            for product in some.unbind(0):
+                accumulator.add_(product)
+        out[:, start : start + block] = accumulator
     return out
 
 
