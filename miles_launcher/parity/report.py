@@ -13,10 +13,13 @@ REPORT_FILE = "report.json"
 
 @dataclass(slots=True, kw_only=True)
 class StepReport:
-    """One step. `seconds` per phase; `weights_digest` of both sides after the sync (before the
-    first step where nothing was trained). Fields that a phase did not reach are None."""
+    """One step. `compared`: the gate saw it; `complete`: it went on to its end. `seconds` per
+    phase; `weights_digest` of both sides after the sync (without training: as they stand). What a
+    phase did not reach is None."""
 
     step: int
+    compared: bool = False
+    complete: bool = False
     compared_tokens: int = 0
     mismatched_tokens: int = 0
     max_abs_diff: float = 0.0
@@ -64,6 +67,7 @@ class Report:
         self.ok = (
             exit_code == 0
             and len(self.steps) == self.steps_planned
+            and all(step.complete for step in self.steps)
             and compared > 0
             and mismatched == 0
         )

@@ -64,12 +64,13 @@ class Loop:
         """All steps from the first that the report does not hold yet."""
         for number in range(len(self._report.steps), self._plan.run.steps):
             step = StepReport(step=number)
-            self._report.steps.append(step)
             try:
                 self._step(step)
+                step.complete = True
             finally:
                 # Also after a closed gate: what was found is the point of the report.
-                events.write(step)
+                if step.compared:
+                    events.write(step)
                 self._report.write(self._out)
             self._progress.step_done(step)
 
@@ -125,6 +126,9 @@ class Loop:
             found = compare(rollout, scores, [g.response_ids for g in generations])
         except ValueError as error:
             raise GateClosed(f"the two sides cannot be compared: {error}") from None
+        # From here on the step has something to say, whatever becomes of it.
+        self._report.steps.append(step)
+        step.compared = True
         step.compared_tokens = found.compared_tokens
         step.mismatched_tokens = found.mismatched_tokens
         step.max_abs_diff = found.max_abs_diff

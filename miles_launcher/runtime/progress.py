@@ -70,7 +70,8 @@ class Progress:
         grid = Table.grid()
         if self._report.steps:
             grid.add_row(step_table(self._report))
-        done, planned = len(self._report.steps), self._report.steps_planned
+        done = sum(step.complete for step in self._report.steps)
+        planned = self._report.steps_planned
         elapsed = time.monotonic() - self._since
         grid.add_row(
             Spinner("dots", f" {self._phase} ({elapsed:.0f} s)   {done} of {planned} steps done")
