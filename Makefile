@@ -5,7 +5,7 @@
 # make sync-schema   check the vendored copies (repair: tools/sync_schema.py --write)
 
 VENV ?= .venv
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP := $(VENV)/bin/python -m pip
 STAMP := $(VENV)/.installed
 DEMO_ARGS ?=
@@ -16,7 +16,7 @@ TEST_ARGS ?=
 install: $(STAMP)
 
 $(STAMP): requirements.txt constraints.txt sglang_patch/pyproject.toml megatron_patch/pyproject.toml miles_launcher/pyproject.toml
-	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 is needed as '$(PYTHON)'; name another with: make PYTHON=..."; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo "Python 3.11 is needed, found '$(PYTHON)'; name another with: make PYTHON=..."; exit 2; }
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --constraint constraints.txt --requirement requirements.txt
 	touch $@

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from .memory import alive
 
 _OBJECT_STORE_BYTES = 256 << 20
 _POLL_SECONDS = 2.0
+_CONNECT_SECONDS = 10.0
 
 
 class ProcessDied(Exception):
@@ -53,7 +55,15 @@ class Cluster:
         address = os.environ.get("RAY_ADDRESS")
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
         if address:
-            ray.init(address=address, **options)
+            _check_reachable(address)
+            try:
+                ray.init(address=address, **options)
+            except (ConnectionError, RuntimeError) as error:
+                # A wrong address, another release of Ray, a token that the cluster asks for.
+                raise ValueError(
+                    f"RAY_ADDRESS={address}: cannot join this cluster with Ray {ray.__version__}: "
+                    f"{error.__cause__ or error}"
+                ) from error
         else:
             ray.init(
                 address="local",
@@ -206,6 +216,21 @@ class Cluster:
             remove_placement_group(self._group)
         ray.shutdown()
         end_processes([pid for role in self.roles for pid in role.pids])
+
+
+def _check_reachable(address: str) -> None:
+    """`ValueError` where nothing listens at HOST:PORT: Ray itself would end this process, without a
+    word to the caller, once its own patience is over. Other forms of address are Ray's to judge."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ValueError(
+            f"RAY_ADDRESS={address}: nothing answers there ({error}); unset it to start Ray on "
+            "this machine"
+        ) from None
 
 
 def end_processes(pids: Sequence[int], patience: float = 10.0) -> None:
