@@ -7,8 +7,18 @@ import uuid
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 
+import hypothesis
 import psutil
 import pytest
+
+# Examples are the same in every run, and a busy machine is not a counterexample.
+hypothesis.settings.register_profile(
+    "repeatable",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("repeatable")
 
 _MARK = "TRUE_ON_POLICY_TEST_SESSION"
 _GRACE_SECONDS = 10.0

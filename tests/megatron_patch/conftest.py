@@ -8,6 +8,8 @@ import torch
 from megatron_models import write_folder
 from megatron_ranks import RankPool
 
+_pools: list[RankPool] = []
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
@@ -16,9 +18,16 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    pool = RankPool()
-    yield pool
-    pool.close()
+    _pools.append(RankPool())
+    yield _pools[-1]
+    _pools.pop().close()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """The ranks hold a gigabyte each: end them with this folder's last test, not the session's."""
+    if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
+        for pool in _pools:
+            pool.close()
 
 
 @pytest.fixture(scope="session")

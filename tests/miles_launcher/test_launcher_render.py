@@ -140,7 +140,7 @@ def test_contract_off_is_a_stock_rollout(plan_for: Any) -> None:
     assert switched <= on.rollout.engine_kwargs.keys()
     assert not switched & off.rollout.engine_kwargs.keys()
     assert not any("rl_on_policy_target" in p.rollout.engine_kwargs for p in (on, off))
-    assert off.policy.contract == on.policy.contract and not off.policy.rollout_patched
+    assert off.policy.contract == on.policy.contract and not off.policy.patched
     assert on.rollout.engine_kwargs["true_on_policy_contract"].endswith("_v2:segments=2")
 
 
