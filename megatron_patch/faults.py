@@ -1,8 +1,9 @@
 """The named places of the model: every layer hands its result through `tap`.
 
-A tap counts the call, so that a readback can show that the intended path ran, and is where a
-one-ulp fault is injected, so that a comparison can show that it would have noticed one. A trainer
-process holds one model, so both are process-wide by nature.
+A tap counts the call, so that a readback can show that the intended path ran; it is where a
+one-ulp fault is injected, so that a comparison can show that it would have noticed one; and where
+the rows are recorded while taps are on (`taps.py`). A trainer process holds one model, so all are
+process-wide by nature.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import torch
 
 from .function import apply
 from .ops.fault import FINAL_OPS, LAYER_OPS, Fault, flip_one_ulp, parse_fault
+from .ops.taps import TapLog
 
 __all__ = ["FINAL_OPS", "LAYER_OPS", "Fault", "calls", "flip", "parse_fault", "set_fault", "tap"]
 
 _fault: Fault | None = None
 _rank = 0
+_log: TapLog | None = None
 calls: Counter[str] = Counter()
 
 
@@ -32,6 +35,17 @@ def set_fault(fault: Fault | None, rank: int = 0) -> None:
 def active_fault() -> Fault | None:
     """The fault in force, or None."""
     return _fault
+
+
+def set_log(log: TapLog | None) -> None:
+    """Record the rows of every tap in `log` from now on (None: no more)."""
+    global _log
+    _log = log
+
+
+def active_log() -> TapLog | None:
+    """The record in progress, or None."""
+    return _log
 
 
 class _Flip(torch.autograd.Function):
@@ -60,8 +74,8 @@ def tap(layer: int | None, op: str, tensor: torch.Tensor) -> torch.Tensor:
     tensor: [rows, ...], any dtype. Returns it, or a faulty copy whose gradient passes unchanged.
     """
     calls[op if layer is None else f"{layer}.{op}"] += 1
-    if _fault is None:
-        return tensor
-    if (_fault.layer, _fault.op) != (layer, op):
-        return tensor
-    return apply(_Flip, tensor, _fault, layer, op, _rank)
+    if _fault is not None and (_fault.layer, _fault.op) == (layer, op):
+        tensor = apply(_Flip, tensor, _fault, layer, op, _rank)
+    if _log is not None:
+        _log.record(layer, op, tensor)
+    return tensor

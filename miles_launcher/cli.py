@@ -1,8 +1,8 @@
-"""`miles`: plan, launch, parity, contracts, profiles, doctor.
+"""`miles`: plan, launch, parity, bisect, contracts, profiles, doctor.
 
 Typer and the standard library are all that `--help` loads; Hydra and Rich come with the command
 that needs them, torch, Ray, SGLang and Megatron only once a run starts. Exit codes: 0 exact,
-2 usage or configuration, 3 the parity gate closed, 4 a process died.
+2 usage or configuration, 3 the parity gate closed or a divergence was found, 4 a process died.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ Out = Annotated[Path | None, typer.Option("--out", help="Folder for the plan and
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")]
 Fault = Annotated[
     str | None,
-    typer.Option("--inject-fault", help="SIDE:LAYER:OP, one ulp that must close the gate."),
+    typer.Option(
+        "--inject-fault",
+        help="SIDE:LAYER:OP[:RANK[:TOKEN]], one ulp that must close the gate.",
+    ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Write the plan, show it and stop.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")]
@@ -239,23 +242,87 @@ def parity(
     )
 
 
-def _start(args: LaunchArgs, *, dry_run: bool, parity_only: bool) -> None:
-    from . import plan as plans
-    from .rewards import load_reward
+@app.command()
+def bisect(
+    model: Model,
+    overrides: Overrides = None,
+    tp: Tp = None,
+    rollout_tp: RolloutTp = None,
+    train_tp: TrainTp = None,
+    pp: Pp = None,
+    cp: Cp = None,
+    contract: Contract = None,
+    segments: Segments = None,
+    device: DeviceName = None,
+    model_path: ModelPath = None,
+    prompts: Prompts = None,
+    out: Out = None,
+    inject_fault: Fault = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Name the first op and token at which rollout and trainer differ, one batch, every op."""
+    from .policy import CONTRACT_OFF
+    from .resolve import LaunchArgs
 
+    # A pass replayed from a CUDA graph runs no tap.
+    typed = ("run=parity", *(overrides or ()), "run.steps=1", "rollout.cuda_graph=false")
+    args = LaunchArgs(
+        model=model,
+        tp=tp,
+        rollout_tp=rollout_tp,
+        train_tp=train_tp,
+        pp=pp,
+        cp=cp,
+        contract=contract,
+        segments=segments,
+        device=device,
+        model_path=model_path,
+        prompts=prompts,
+        out=out,
+        inject_fault=inject_fault,
+        overrides=typed,
+    )
     resolved = _resolve(args)
+    if resolved.contract == CONTRACT_OFF:
+        _fail(ValueError("bisect with contract off: stock layers have no taps; name a contract"))
+    path = _written(resolved, dry_run)
+    if path is None:
+        return
+    from .runtime.bisect import run_bisect
+
+    gc.enable()
+    sys.exit(run_bisect(path))
+
+
+def _written(resolved: LaunchPlan, dry_run: bool) -> Path | None:
+    """The path of the written plan; None where it was only to be shown."""
+    from . import plan as plans
+
     try:
-        if not (dry_run or parity_only):
-            # A reward that cannot be loaded must not cost the start of an engine.
-            load_reward(resolved.paths.reward)
         path = plans.write(resolved, Path(resolved.paths.out))
     except (ValueError, OSError) as error:
         _fail(error)
-    if dry_run:
-        from .show import show_plan
+    if not dry_run:
+        return path
+    from .show import show_plan
 
-        show_plan(resolved)
-        typer.echo(f"plan written to {path}")
+    show_plan(resolved)
+    typer.echo(f"plan written to {path}")
+    return None
+
+
+def _start(args: LaunchArgs, *, dry_run: bool, parity_only: bool) -> None:
+    from .rewards import load_reward
+
+    resolved = _resolve(args)
+    if not (dry_run or parity_only):
+        try:
+            # A reward that cannot be loaded must not cost the start of an engine.
+            load_reward(resolved.paths.reward)
+        except (ValueError, OSError) as error:
+            _fail(error)
+    path = _written(resolved, dry_run)
+    if path is None:
         return
     from .runtime.driver import run_launch
 

@@ -1,7 +1,9 @@
-"""`--inject-fault SIDE:LAYER:OP`: the deliberate one-ulp error that the gate has to notice."""
+"""`--inject-fault SIDE:LAYER:OP[:RANK[:TOKEN]]`: the deliberate one-ulp error that the gate has to
+notice and `miles bisect` has to find."""
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +13,7 @@ LAYER_OPS = (
     "q_norm",
     "k_norm",
     "rope",
+    "rope_k",
     "attention",
     "o_proj",
     "post_attention_layernorm",
@@ -27,27 +30,36 @@ SIDES = ("rollout", "trainer")
 class FaultPlan:
     """One ulp added to the output of one op on one side: the inverse that must turn the gate red.
 
-    `layer` is None for the ops that belong to no layer (`FINAL_OPS`).
+    `layer` is None for the ops that belong to no layer (`FINAL_OPS`). `rank`: of the side's
+    tensor-parallel group alone; None: every rank. `token`: this row of every call that has so many,
+    counted in the side's own batch; None: every row.
     """
 
     side: Literal["rollout", "trainer"]
     layer: int | None
     op: str
+    rank: int | None = None
+    token: int | None = None
 
     @property
     def place(self) -> str:
-        """`LAYER:OP`, the form in which each side's patch reads it."""
-        return f"{FINAL if self.layer is None else self.layer}:{self.op}"
+        """`LAYER:OP[:RANK[:TOKEN]]`, the form in which each side's patch reads it."""
+        place = f"{FINAL if self.layer is None else self.layer}:{self.op}"
+        return ":".join([place, *(str(n) for n in (self.rank, self.token) if n is not None)])
 
 
 def parse_fault(text: str, num_layers: int) -> FaultPlan:
-    """Read `SIDE:LAYER:OP`, LAYER from 0 to `num_layers` - 1 or `final`; `ValueError` otherwise."""
+    """Read `SIDE:LAYER:OP[:RANK[:TOKEN]]`, LAYER from 0 to `num_layers` - 1 or `final`.
+
+    Raises `ValueError` otherwise; for an unknown op it lists the close ones first.
+    """
     parts = text.split(":")
-    if len(parts) != 3:
+    if not 3 <= len(parts) <= 5:
         raise ValueError(
-            f"--inject-fault {text!r}: write SIDE:LAYER:OP, such as trainer:2:down_proj"
+            f"--inject-fault {text!r}: write SIDE:LAYER:OP[:RANK[:TOKEN]], such as "
+            "trainer:2:down_proj"
         )
-    side, layer, op = parts
+    side, layer, op = parts[:3]
     if side not in SIDES:
         raise ValueError(f"--inject-fault {text!r}: side {side!r} is not one of {', '.join(SIDES)}")
     ops: tuple[str, ...]
@@ -62,5 +74,17 @@ def parse_fault(text: str, num_layers: int) -> FaultPlan:
         )
     if op not in ops:
         where = f"layer {layer}" if number is not None else repr(FINAL)
-        raise ValueError(f"--inject-fault {text!r}: ops of {where} are {', '.join(ops)}")
-    return FaultPlan(side="rollout" if side == "rollout" else "trainer", layer=number, op=op)
+        close = difflib.get_close_matches(op, ops, n=2)
+        hint = f"did you mean {' or '.join(close)}? " if close else ""
+        raise ValueError(f"--inject-fault {text!r}: {hint}ops of {where} are {', '.join(ops)}")
+    for what, part in zip(("rank", "token"), parts[3:], strict=False):
+        if not part.isdecimal():
+            raise ValueError(f"--inject-fault {text!r}: {what} {part!r} is not a number from 0")
+    rank, token = (*(int(part) for part in parts[3:]), None, None)[:2]
+    return FaultPlan(
+        side="rollout" if side == "rollout" else "trainer",
+        layer=number,
+        op=op,
+        rank=rank,
+        token=token,
+    )

@@ -87,7 +87,7 @@ def resolve(args: LaunchArgs, environ: Mapping[str, str] = os.environ) -> Launch
         colocate=settings.cluster.colocate,
     )
     policy = kernel_policy(contract, profile, layout, segments, device)
-    fault = _fault(args.inject_fault, profile, contract)
+    fault = _fault(args.inject_fault, profile, contract, layout)
     paths = _paths(args, settings, profile, environ)
     _check_inputs(settings, profile, paths)
     table = render.switches(
@@ -131,13 +131,21 @@ def resolve(args: LaunchArgs, environ: Mapping[str, str] = os.environ) -> Launch
     return plan
 
 
-def _fault(text: str | None, profile: ModelProfile, contract: str) -> FaultPlan | None:
+def _fault(
+    text: str | None, profile: ModelProfile, contract: str, layout: Layout
+) -> FaultPlan | None:
     if text is None:
         return None
     fault = parse_fault(text, profile.num_hidden_layers)
     if contract == CONTRACT_OFF and fault.side == "rollout":
         raise ValueError(
             f"--inject-fault {text}: with contract off the rollout is stock and can carry no fault"
+        )
+    ranks = layout.rollout_tp if fault.side == "rollout" else layout.train_tp
+    if fault.rank is not None and fault.rank >= ranks:
+        raise ValueError(
+            f"--inject-fault {text}: rank {fault.rank} of a {fault.side} with tensor-parallel size "
+            f"{ranks}; choose 0 to {ranks - 1}"
         )
     return fault
 

@@ -29,6 +29,7 @@ _FILES = (
     "rope",
     "sampler",
     "scheduler",
+    "taps",
 )
 
 
@@ -98,10 +99,10 @@ def _extend_engine() -> None:
     from sglang.srt import server_args
 
     from .hooks.args import add_fields
-    from .hooks.scheduler import add_digest_rpc
+    from .hooks.scheduler import add_rpcs
 
     add_fields(server_args.ServerArgs)
-    add_digest_rpc()
+    add_rpcs()
 
 
 def main() -> Any:

@@ -12,19 +12,22 @@ from dataclasses import dataclass, field
 import torch
 
 from .contracts import SGLangRuntimePolicy
-from .ops.fault import Fault, flip_one_ulp
+from .ops.fault import FINAL_OPS, Fault, flip_one_ulp
+from .ops.taps import TapLog
 from .ops.tree_all_reduce.op import RankGroup
 
 
 @dataclass(slots=True)
 class RuntimeState:
-    """The active policy with this rank's group; `layer` is where the forward pass is."""
+    """The active policy with this rank's group; `layer` is where the forward pass is; `taps` is
+    None unless rows are being recorded."""
 
     policy: SGLangRuntimePolicy
     ranks: RankGroup = field(default_factory=RankGroup)
     layer: int | None = None
     calls: Counter[str] = field(default_factory=Counter)
     in_embedding: bool = False
+    taps: TapLog | None = None
 
     @property
     def fault(self) -> Fault | None:
@@ -57,11 +60,26 @@ def require() -> RuntimeState:
     return _state
 
 
-def tap(op: str, tensor: torch.Tensor, layer: int | None = None) -> torch.Tensor:
-    """The named place in the model where a fault can be injected; `layer` moves the place."""
+def flip(op: str, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, or a copy with one ulp flipped where the injected fault names this place."""
     state = require()
-    if layer is not None:
-        state.layer = layer
     if state.fault is None:
         return tensor
     return flip_one_ulp(state.fault, tensor, layer=state.layer, op=op, rank=state.ranks.rank)
+
+
+def record(op: str, tensor: torch.Tensor) -> None:
+    """Digest the rows of `tensor` [rows, ...] where taps are on."""
+    state = require()
+    if state.taps is not None:
+        state.taps.record(None if op in FINAL_OPS else state.layer, op, tensor)
+
+
+def tap(op: str, tensor: torch.Tensor, layer: int | None = None) -> torch.Tensor:
+    """The named place in the model where a fault can be injected and rows are recorded; `layer`
+    moves the place."""
+    if layer is not None:
+        require().layer = layer
+    tensor = flip(op, tensor)
+    record(op, tensor)
+    return tensor

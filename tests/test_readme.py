@@ -26,7 +26,7 @@ def commands() -> list[str]:
     return lines
 
 
-STARTING = [line for line in commands() if re.search(r"miles (launch|parity)", line)]
+STARTING = [line for line in commands() if re.search(r"miles (launch|parity|bisect)", line)]
 SHOWING = [line for line in commands() if re.search(r"miles (plan|contracts|profiles)", line)]
 
 

@@ -104,6 +104,6 @@ class PolicySelfAttention(SelfAttention):
             query = tap(layer, "q_norm", self.q_layernorm(query))
             key = tap(layer, "k_norm", self.k_layernorm(key))
         query, key = self.rope(query, key, batch.positions)
-        query = tap(layer, "rope", query)
+        query, key = tap(layer, "rope", query), tap(layer, "rope_k", key)
         out = tap(layer, "attention", self.core_attention(query, key, value, batch))
         return tap(layer, "o_proj", self.linear_proj(out.view(tokens, 1, -1))[0])

@@ -69,6 +69,32 @@ def shard_digest(shard: torch.Tensor, rows: tuple[int, int], columns: tuple[int,
     return total & 0xFFFFFFFFFFFFFFFF
 
 
+def row_digests(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """One 64-bit digest a row, as signed integers [rows] int64 on the CPU.
+
+    rows: [rows, width] in a 16- or 32-bit format; columns: [width] int64, each element's column in
+    the global row, or -1 for one that does not count. A digest is a sum modulo 2**64 of mixed
+    (column, bits), so the digests of a row's disjoint shards add up to that of the whole row,
+    however it was cut. Raises `ValueError` where the widths differ.
+    """
+    if rows.dim() != 2 or columns.shape != rows.shape[1:]:
+        raise ValueError(
+            f"row_digests: rows {tuple(rows.shape)} and columns {tuple(columns.shape)}; give one "
+            "column number for each element of a row"
+        )
+    if rows.element_size() not in _INTEGERS:
+        raise ValueError(f"row_digests: {rows.dtype} is not a 16- or 32-bit format")
+    integer = _INTEGERS[rows.element_size()]
+    places, counted = _mix(columns * _GOLDEN), columns >= 0
+    sums = torch.zeros(rows.shape[0], dtype=torch.int64, device=rows.device)
+    step = max(1, _CHUNK // max(1, rows.shape[1]))
+    for start in range(0, rows.shape[0], step):
+        block = rows.detach()[start : start + step].contiguous().view(integer).to(torch.int64)
+        mixed = torch.where(counted, _mix(places + block), 0)
+        sums[start : start + step] = mixed.sum(dim=1)
+    return sums.cpu()
+
+
 def weights_digest(tensors: dict[str, int]) -> str:
     """SHA-256 (hex) over the per-tensor sums of all shards, by Hugging Face name."""
     digest = hashlib.sha256()

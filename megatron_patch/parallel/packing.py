@@ -19,7 +19,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 class MicroBatch(PackedSeqParams):
     """What the layers need to know of a micro-batch; travels as megatron's packed_seq_params.
 
-    tokens, positions: [T_local] int64, this rank's tokens and their positions in their sequences.
+    tokens, positions: [T_local] int64, this rank's tokens and their positions in their sequences;
+    sequences: [T_local] int64, the number of each one's sequence, -1 for padding.
     lengths: real tokens of every sequence of the micro-batch. natural: [sum(lengths)] int64, each
     real token's slot among all ranks' tokens (None without context parallelism). scored: [R] int64,
     rows whose next token is scored here; targets: [R] int64, those tokens; places: their numbers
@@ -29,6 +30,7 @@ class MicroBatch(PackedSeqParams):
 
     tokens: torch.Tensor
     positions: torch.Tensor
+    sequences: torch.Tensor
     lengths: list[int]
     natural: torch.Tensor | None
     scored: torch.Tensor
@@ -64,14 +66,17 @@ def pack(
     device: torch.device,
     cp_size: int = 1,
     cp_rank: int = 0,
+    first_sequence: int = 0,
 ) -> MicroBatch:
     """Pack sequences for one context-parallel rank.
 
     sequences: prompt and response token ids; prompt_lengths: how many of each are prompt, the rest
-    is scored. Raises `ValueError` on an empty sequence, or a response with nothing before it.
+    is scored; first_sequence: the number of the first one in the whole batch. Raises `ValueError`
+    on an empty sequence, or a response with nothing before it.
     """
     tokens: list[int] = []
     positions: list[int] = []
+    owned: list[int] = []
     natural: list[int] = []
     scored: list[tuple[int, int, int]] = []
     local_total = sum(zigzag_slots(len(s), cp_size)[0] for s in sequences)
@@ -85,17 +90,20 @@ def pack(
             )
         per_rank, owners, slots = zigzag_slots(length, cp_size)
         here_tokens, here_positions = [0] * per_rank, [0] * per_rank
+        here_owned = [-1] * per_rank
         for position in range(length):
             owner, slot = owners[position], slots[position]
             natural.append(owner * local_total + offset + slot)
             if owner == cp_rank:
                 here_tokens[slot] = sequence[position]
                 here_positions[slot] = position
+                here_owned[slot] = first_sequence + number
                 if position >= prompt - 1 and position + 1 < length:
                     target = sequence[position + 1]
                     scored.append((offset + slot, target, place + position - (prompt - 1)))
         tokens += here_tokens
         positions += here_positions
+        owned += here_owned
         offset += per_rank
         place += length - prompt
     num_scored = len(scored)
@@ -108,6 +116,7 @@ def pack(
         qkv_format="thd",
         tokens=integers(tokens),
         positions=integers(positions),
+        sequences=integers(owned),
         lengths=[len(s) for s in sequences],
         natural=integers(natural) if cp_size > 1 else None,
         scored=integers(rows),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -27,7 +29,7 @@ def run_launch(plan_path: Path, parity_only: bool) -> int:
     died, 130 interrupted. `report.json` beside the plan is complete in every case."""
     plan = read(plan_path)
     out = Path(plan.paths.out)
-    report = _new_report(plan)
+    report = new_report(plan)
     progress = Progress(report)
     try:
         with progress:
@@ -47,7 +49,8 @@ def run_launch(plan_path: Path, parity_only: bool) -> int:
     return report.exit_code
 
 
-def _new_report(plan: LaunchPlan) -> Report:
+def new_report(plan: LaunchPlan) -> Report:
+    """An empty report that says what is going to run."""
     layout = plan.layout
     return Report(
         model=plan.model.name,
@@ -82,35 +85,53 @@ def _run(
         report.steps = read_steps(out)[:done]
     weights = model_path if resumed is None else resumed[1]
     report.write(out)
-    ranks = (plan.layout.rollout_tp, plan.trainer.world_size)
+    events = StepEvents(out)
+    try:
+        with running_cluster(plan, report, progress) as cluster:
+            session = Session(cluster, plan)
+            loop = Loop(plan, session, report, progress, weights, parity_only=parity_only)
+            start_session(session, report, progress, weights, resumed and resumed[1])
+            report.write(out)
+            loop.run(events)
+            report.peak_memory_bytes = session.peak_memory()
+    finally:
+        events.close()
+
+
+@contextmanager
+def running_cluster(plan: LaunchPlan, report: Report, progress: Progress) -> Iterator[Cluster]:
+    """Ray for the body, and no process of ours after it."""
     cluster = Cluster(
         device=plan.device,
         num_gpus=plan.num_gpus or 0,
         colocate=plan.cluster.colocate,
-        ranks=ranks,
+        ranks=(plan.layout.rollout_tp, plan.trainer.world_size),
     )
-    events = StepEvents(out)
+    with progress.phase("starting ray", report.start_seconds, "ray"):
+        cluster.__enter__()
+        # SIGTERM ends a run as Ctrl-C does: processes ended, report written. Set here because
+        # Ray, when it starts, puts a handler of its own that ends the process on the spot.
+        signal.signal(signal.SIGTERM, _interrupt)
     try:
-        with progress.phase("starting ray", report.start_seconds, "ray"):
-            cluster.__enter__()
-            # SIGTERM ends a run as Ctrl-C does: processes ended, report written. Set here because
-            # Ray, when it starts, puts a handler of its own that ends the process on the spot.
-            signal.signal(signal.SIGTERM, _interrupt)
-        try:
-            session = Session(cluster, plan)
-            loop = Loop(plan, session, report, progress, weights, parity_only=parity_only)
-            with progress.phase("starting engine and trainer", report.start_seconds, "roles"):
-                session.start(str(weights))
-                if resumed is not None:
-                    session.restore_optimizer(resumed[1])
-            with progress.phase("comparing fingerprints", report.start_seconds, "fingerprint"):
-                report.fingerprint = session.fingerprints()
-                session.digests()
-            report.write(out)
-            loop.run(events)
-            report.peak_memory_bytes = session.peak_memory()
-        finally:
-            with progress.phase("ending processes", report.start_seconds, "end"):
-                cluster.__exit__()
+        yield cluster
     finally:
-        events.close()
+        with progress.phase("ending processes", report.start_seconds, "end"):
+            cluster.__exit__()
+
+
+def start_session(
+    session: Session,
+    report: Report,
+    progress: Progress,
+    weights: Path,
+    optimizer: Path | None = None,
+) -> None:
+    """Start both roles from `weights` (and the optimizer saved in a folder), and compare what they
+    report before the first token."""
+    with progress.phase("starting engine and trainer", report.start_seconds, "roles"):
+        session.start(str(weights))
+        if optimizer is not None:
+            session.restore_optimizer(optimizer)
+    with progress.phase("comparing fingerprints", report.start_seconds, "fingerprint"):
+        report.fingerprint = session.fingerprints()
+        session.digests()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -74,14 +74,21 @@ class Loop:
                 self._report.write(self._out)
             self._progress.step_done(step)
 
+    def sample(
+        self, step: int, request_ids: Callable[[int], str] | None = None
+    ) -> tuple[list[int], list[Generation], Batch]:
+        """The prompt numbers of a step, their responses, and both together. The same step samples
+        the same tokens again. request_ids: the name of each sequence's request."""
+        chosen = self._choose(step)
+        prompts = [self._ids[index] for index in chosen]
+        names = None if request_ids is None else [request_ids(i) for i in range(len(chosen))]
+        generations = self._session.generate(prompts, self._sampling(step, len(chosen)), names)
+        return chosen, generations, _batch(prompts, generations)
+
     def _step(self, step: StepReport) -> None:
         run, session, phase = self._plan.run, self._session, self._progress.phase
-        chosen = self._choose(step.step)
         with phase(f"step {step.step}: rollout", step.seconds, "rollout"):
-            generations = session.generate(
-                [self._ids[index] for index in chosen], self._sampling(step.step, len(chosen))
-            )
-        batch = _batch([self._ids[index] for index in chosen], generations)
+            chosen, generations, batch = self.sample(step.step)
         rewards: list[float] = []
         if self._reward is not None:
             with phase(f"step {step.step}: reward", step.seconds, "reward"):
@@ -90,7 +97,7 @@ class Loop:
         with phase(f"step {step.step}: trainer logprobs", step.seconds, "score"):
             scores = session.score(batch)
         with phase(f"step {step.step}: gate", step.seconds, "gate"):
-            rollout = _logprobs(generations)
+            rollout = rollout_logprobs(generations)
             self._gate(step, batch, generations, rollout, scores)
         if self._parity_only:
             step.weights_digest = dict(session.digests())
@@ -205,7 +212,8 @@ def load_prompts(plan: LaunchPlan) -> tuple[Prompt, ...]:
     return read_prompts(Path(plan.paths.prompts))
 
 
-def _logprobs(generations: Sequence[Generation]) -> list[Any]:
+def rollout_logprobs(generations: Sequence[Generation]) -> list[Any]:
+    """Per sequence the fp32 logprobs of its response; `GateClosed` where one is not fp32."""
     try:
         return [as_logprobs(generation.logprobs) for generation in generations]
     except ValueError as error:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..parity.gate import GateClosed
+from ..parity.rows import RankRecord
 from .logs import redirect_output
 
 READBACK_KEY = "true_on_policy"
 DIGEST_RPC = "true_on_policy_update_weights_digest"
+START_TAPS_RPC = "true_on_policy_start_taps"
+SAVE_TAPS_RPC = "true_on_policy_save_taps"
+# A request with this before its sequence number is one whose rows taps record.
+TAP_REQUEST = "true-on-policy-tap-"
 # Weights travel to the engine in parts of about this size, so that no rank holds them twice.
 _BUCKET_BYTES = 1 << 29
 
@@ -59,13 +66,18 @@ class RolloutEngine:
         return [int(pid) for pid in self._engine.get_all_child_pids()]
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[Mapping[str, Any]]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[Mapping[str, Any]],
+        request_ids: Sequence[str] | None = None,
     ) -> list[Generation]:
-        """Sample one response a prompt; logprobs come from decode itself."""
+        """Sample one response a prompt; logprobs come from decode itself. request_ids: names for
+        the requests, new ones in every call (None: the engine's own)."""
         outputs = self._engine.generate(
             input_ids=[list(prompt) for prompt in prompts],
             sampling_params=[dict(parameters) for parameters in sampling],
             return_logprob=True,
+            rid=None if request_ids is None else list(request_ids),
         )
         generations = []
         for output in outputs:
@@ -96,6 +108,28 @@ class RolloutEngine:
         if len(digests) != 1:
             raise RuntimeError(f"rollout ranks report different weights digests: {digests}")
         return digests.pop()
+
+    def start_taps(self, keep: str | None = None) -> None:
+        """Record the rows of every tap in every rank, from an empty prefix cache on."""
+        self._engine.flush_cache()
+        self._engine.collective_rpc(START_TAPS_RPC, **({} if keep is None else {"keep": keep}))
+
+    def finish_taps(self, tp_size: int) -> list[RankRecord]:
+        """Stop recording; one record a rank. `ValueError` naming a rank that left none."""
+        import torch
+
+        with tempfile.TemporaryDirectory() as folder:
+            self._engine.collective_rpc(SAVE_TAPS_RPC, folder=folder)
+            records = []
+            for rank in range(tp_size):
+                path = Path(folder) / f"rank-{rank}.pt"
+                if not path.is_file():
+                    raise ValueError(f"rollout rank {rank} of {tp_size} left no record of its taps")
+                taps = torch.load(path, weights_only=True)
+                records.append(
+                    RankRecord("rollout", rank, {name: rows.numpy() for name, rows in taps.items()})
+                )
+        return records
 
     def update_weights(self, named_tensors: list[tuple[str, Any]]) -> None:
         """Load new weights by the engine's own interface and drop every cached key and value."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..parity.gate import check_arguments, check_readbacks, check_weights
+from ..parity.rows import RankRecord
 from ..plan import LaunchPlan
 from ..policy import CONTRACT_OFF
 from .batch import Batch
@@ -81,10 +82,15 @@ class Session:
         return ranks
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[dict[str, Any]]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[dict[str, Any]],
+        request_ids: Sequence[str] | None = None,
     ) -> list[Generation]:
-        """Sample one response a prompt."""
-        generations: list[Generation] = self._rollout_call("generate", prompts, sampling)
+        """Sample one response a prompt; request_ids: names for the requests, or the engine's."""
+        generations: list[Generation] = self._rollout_call(
+            "generate", prompts, sampling, request_ids
+        )
         return generations
 
     def score(self, batch: Batch) -> list[Any]:
@@ -119,6 +125,17 @@ class Session:
         theirs = self._rollout_call("weights_digest")
         check_weights(theirs, mine)
         return {"rollout": theirs, "trainer": mine}
+
+    def start_taps(self, keep: str | None = None) -> None:
+        """Record the rows of every tap on both sides; `keep` names rows to store whole."""
+        self._rollout_call("start_taps", keep)
+        self._on_trainers("start_taps", keep)
+
+    def finish_taps(self) -> tuple[list[RankRecord], list[RankRecord]]:
+        """Stop recording; the records of the rollout's ranks and of the trainer's."""
+        rollout: list[RankRecord] = self._rollout_call("finish_taps", self._plan.layout.rollout_tp)
+        trainer = self._on_trainers("finish_taps")
+        return rollout, [RankRecord("trainer", r["tp_rank"], r["taps"]) for r in trainer]
 
     def save(self, folder: Path) -> None:
         """Write the weights as a Hugging Face folder, and the optimizer beside them."""

@@ -266,6 +266,28 @@ class TrainerRank:
 
         return {**place, **readback(self.model.config, self.device)}
 
+    def start_taps(self, keep: str | None = None) -> None:
+        """Record the rows of every tap; `ValueError` for the stock control, which has none."""
+        from megatron.core import parallel_state
+
+        from megatron_patch.taps import start_taps
+
+        if self.config.contract == CONTRACT_OFF:
+            raise ValueError("contract off: stock layers have no taps")
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        start_taps(self.shape, rank, self.config.tensor_parallel_size, keep)
+
+    def finish_taps(self) -> dict[str, Any]:
+        """Stop recording: `tp_rank`, and `taps`, an int64 array per name (`TapLog.dump`)."""
+        from megatron.core import parallel_state
+
+        from megatron_patch.taps import finish_taps
+
+        return {
+            "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
+            "taps": {name: rows.numpy() for name, rows in finish_taps().items()},
+        }
+
     def shutdown(self) -> None:
         """Leave the process group; the object is of no further use. Safe to call twice."""
         from megatron.core import parallel_state

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from megatron_patch import cpu_platform
 from megatron_patch.ops import RankGroup, gather_ranks
 from megatron_patch.parallel import MicroBatch, pack
+from megatron_patch.taps import announce
 
 from .batch import Batch
 from .grpo import clipped_policy_loss
@@ -32,6 +33,7 @@ class PolicySteps:
     def logprobs(self, batch: MicroBatch) -> torch.Tensor:
         """[rows] fp32 on the last stage, what the next stage needs elsewhere."""
         with cpu_platform.suspended():
+            announce(batch)
             return self.model.packed_forward(batch)
 
     def micro_batches(self, batch: Batch, temperature: float) -> list[MicroBatch]:
@@ -45,6 +47,7 @@ class PolicySteps:
                 device=self.device,
                 cp_size=self.context.size,
                 cp_rank=self.context.rank,
+                first_sequence=i,
             )
             for i in range(0, len(batch), step)
         ]

@@ -50,6 +50,9 @@ def row_forward(
     if self.skip_bias_add and self.bias is not None:
         raise ValueError(f"layer {place.layer} {place.op}: the contract says where the bias goes")
     live = state.require()
+    if place.op == "o_proj" and input_.is_cuda:
+        # On a GPU attention itself is the engine's and has no hook: its result is met here.
+        input_ = state.tap("attention", input_, place.layer)
     out = row_linear(
         input_, self.weight, self.bias, reduction=self.true_on_policy_reduction, ranks=live.ranks
     )

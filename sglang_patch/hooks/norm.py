@@ -34,7 +34,9 @@ def forward(
     # The first residual of a model is the embedding itself, in bf16; widening it is exact.
     stream_in = None if residual is None else residual.float()
     out, stream = rms_norm(x.contiguous(), self.weight, self.variance_epsilon, residual=stream_in)
-    out = state.tap(place.op, out, place.layer)
+    if place.op not in ("q_norm", "k_norm"):
+        # Their rows are heads here; `qk_norm` taps them as rows of tokens.
+        out = state.tap(place.op, out, place.layer)
     return out if residual is None else (out, stream)
 
 
@@ -58,7 +60,9 @@ def qk_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Per-head norms; q: [tokens, heads * head_dim] bf16, k likewise."""
     query = q_norm(q.reshape(-1, head_dim)).view(q.shape)
-    return query, k_norm(k.reshape(-1, head_dim)).view(k.shape)
+    key = k_norm(k.reshape(-1, head_dim)).view(k.shape)
+    layer = q_norm.true_on_policy_place.layer
+    return state.tap("q_norm", query, layer), state.tap("k_norm", key, layer)
 
 
 HOOKS = (

@@ -67,7 +67,7 @@ def forward(
         positions.flatten(),
         self.cos_sin_cache,
     )
-    rotated_q = state.tap("rope", rotated_q)
+    rotated_q, rotated_k = state.tap("rope", rotated_q), state.tap("rope_k", rotated_k)
     return rotated_q.view(query.shape), rotated_k.view(key.shape)
 
 

@@ -73,7 +73,9 @@ def forward(
         greedy = torch.argmax(scaled, dim=-1).to(torch.int32)
         token_ids = torch.where(sampling_info.top_ks == 1, greedy, token_ids)
     live.layer = None
-    logprobs = state.tap("logprob", logprobs)
+    logprobs = state.flip("logprob", logprobs)
+    if live.taps is not None:
+        state.record("logprob", logprobs.gather(1, token_ids.long().unsqueeze(1)))
     if return_logprob:
         result = self.output_logprob_processor.compute_logprobs(
             logprobs, top_logprobs_nums, token_ids_logprobs, token_ids

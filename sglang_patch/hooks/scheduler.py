@@ -12,10 +12,13 @@ from typing import Any
 from .. import state
 from ..contracts import policy_for
 from ..readback import gather_readbacks, update_weights_digest
+from ..taps import save_taps, start_taps
 from .target import Hook
 
 READBACK_KEY = "true_on_policy"
 DIGEST_RPC = "true_on_policy_update_weights_digest"
+START_TAPS_RPC = "true_on_policy_start_taps"
+SAVE_TAPS_RPC = "true_on_policy_save_taps"
 
 
 def init(
@@ -33,12 +36,14 @@ def internal_state(original: Callable[..., Any], self: Any, recv_req: Any) -> An
     return out
 
 
-def add_digest_rpc() -> None:
-    """A method for `Engine.collective_rpc`, which answers only with success: the digest itself
-    then comes with the next readback."""
+def add_rpcs() -> None:
+    """Methods for `Engine.collective_rpc`, which answers only with success: the digest itself
+    then comes with the next readback, and what taps recorded in files."""
     from sglang.srt.managers.scheduler import Scheduler
 
     setattr(Scheduler, DIGEST_RPC, update_weights_digest)
+    setattr(Scheduler, START_TAPS_RPC, start_taps)
+    setattr(Scheduler, SAVE_TAPS_RPC, save_taps)
 
 
 HOOKS = (

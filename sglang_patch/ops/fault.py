@@ -12,6 +12,7 @@ LAYER_OPS = (
     "q_norm",
     "k_norm",
     "rope",
+    "rope_k",
     "attention",
     "o_proj",
     "post_attention_layernorm",

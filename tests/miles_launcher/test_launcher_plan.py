@@ -136,6 +136,9 @@ def test_faults_by_name() -> None:
         side="trainer", layer=2, op="down_proj"
     )
     assert parse_fault("rollout:final:lm_head", 4).place == "final:lm_head"
+    placed = parse_fault("rollout:1:rope_k:1:7", 4)
+    assert (placed.rank, placed.token, placed.place) == (1, 7, "1:rope_k:1:7")
+    assert parse_fault("rollout:1:rope_k:0", 4).place == "1:rope_k:0"
     for op in LAYER_OPS:
         assert parse_fault(f"rollout:3:{op}", 4).place == f"3:{op}"
     for op in FINAL_OPS:
@@ -146,7 +149,10 @@ def test_faults_by_name() -> None:
     ("text", "complaint"),
     [
         ("trainer:2", "write SIDE:LAYER:OP"),
-        ("trainer:2:down_proj:1", "write SIDE:LAYER:OP"),
+        ("trainer:2:down_proj:1:2:3", "write SIDE:LAYER:OP"),
+        ("trainer:2:down_proj:x", "rank 'x' is not a number"),
+        ("trainer:2:down_proj:1:-3", "token '-3' is not a number"),
+        ("trainer:2:downproj", r"did you mean down_proj or \w+\? ops of layer 2"),
         ("both:2:down_proj", "side 'both' is not one of rollout, trainer"),
         ("trainer:4:down_proj", "layer '4' is not 0 to 3 or 'final'"),
         ("trainer:-1:down_proj", "layer '-1' is not 0 to 3"),
@@ -166,5 +172,7 @@ def test_fault_reaches_the_side_that_is_named(plan_for: Any) -> None:
     trainer = plan_for(inject_fault="trainer:1:rope")
     assert "true_on_policy_fault" not in trainer.rollout.engine_kwargs
     assert trainer.fault == FaultPlan(side="trainer", layer=1, op="rope")
+    with pytest.raises(ValueError, match="rank 2 of a trainer with tensor-parallel size 2"):
+        plan_for(inject_fault="trainer:1:rope:2", train_tp=2)
     with pytest.raises(ValueError, match="with contract off the rollout is stock"):
         plan_for(inject_fault="rollout:1:rope", contract="off")
