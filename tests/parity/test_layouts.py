@@ -3,6 +3,7 @@ training and a weight sync between the comparisons. The real engine, real Megatr
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,9 @@ def test_parity_at_another_temperature_with_small_prefill_chunks(tmp_path: Path)
     )
     assert_exact(ended, steps=2, train=False)
     assert ended.report is not None and ended.report["segments"] == 8
+    # The paths that the claim is about did run: prompts cut at 16 tokens, prefixes met again.
+    log = (ended.out / "logs" / "rollout.log").read_text()
+    new = [int(n) for n in re.findall(r"#new-token: (\d+)", log)]
+    cached = [int(n) for n in re.findall(r"#cached-token: (\d+)", log)]
+    assert new and max(new) <= 16, "a prompt was prefilled in one piece"
+    assert max(cached) > 0, "the second step met a cold cache"
