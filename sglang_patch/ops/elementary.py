@@ -1,11 +1,11 @@
 """exp, log, square roots and sums whose bits depend on the values alone.
 
 PyTorch's CPU `exp` takes another code path for the tail of a tensor than for its vector body, `sum`
-associates by shape, and `sqrt` is not correctly rounded (of 4 million numbers 0.6 % were one ulp off
-NumPy's IEEE root). A row would then get other bits beside other neighbours, in another shard or on
-another processor. These use only `+ - * /`, rounding and bit moves, which IEEE 754 defines exactly,
-one torch call each so that no compiler fuses a multiply into an add: the same bits at every position,
-shape, thread count and processor.
+associates by shape, and `sqrt` is not correctly rounded (of 4 million numbers 0.6 % were one ulp
+off NumPy's IEEE root). A row would then get other bits beside other neighbours, in another shard or
+on another processor. These use only `+ - * /`, rounding and bit moves, which IEEE 754 defines
+exactly, one torch call each so that no compiler fuses a multiply into an add: the same bits at
+every position, shape, thread count and processor.
 """
 
 from __future__ import annotations
