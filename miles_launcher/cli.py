@@ -331,6 +331,29 @@ def _start(args: LaunchArgs, *, dry_run: bool, parity_only: bool) -> None:
 
 
 @app.command()
+def conform(
+    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    op: Annotated[
+        list[str] | None, typer.Option("--op", help="An op of the suite; may be repeated.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the certificate.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small sizes: minutes less, and certifies nothing.")
+    ] = False,
+) -> None:
+    """Check every op against an independent oracle on this device, and write a certificate."""
+    from .conformance.run import conform as run
+    from .conformance.table import RichView
+
+    gc.enable()
+    try:
+        code = run(device=device, ops=op or (), out=out, quick=quick, view=RichView())
+    except ValueError as error:
+        _fail(error)
+    raise typer.Exit(code)
+
+
+@app.command()
 def contracts() -> None:
     """List the contracts."""
     from .show import show_contracts

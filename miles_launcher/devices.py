@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +13,9 @@ from .policy import Device
 
 _NVML = "libnvidia-ml.so.1"
 _PROC = Path("/proc/driver/nvidia/gpus")
+_PROC_VERSION = Path("/proc/driver/nvidia/version")
+# SGLang's kernel package has been published under both names.
+_KERNEL_PACKAGES = ("sglang-kernel", "sgl-kernel")
 
 
 def _installed_gpus() -> int:
@@ -25,6 +30,55 @@ def _installed_gpus() -> int:
     status = nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
     nvml.nvmlShutdown()
     return count.value if status == 0 else 0
+
+
+def version_of(distribution: str) -> str | None:
+    """The installed release of a distribution, or None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def host_facts() -> dict[str, str | None]:
+    """What sets bits on this host and no fingerprint carries: `driver`, `capability` of the first
+    GPU, `sgl_kernel`. None where there is none, or where it does not say."""
+    driver, capability = _nvml_facts()
+    if driver is None and _PROC_VERSION.is_file():
+        found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", _PROC_VERSION.read_text())
+        driver = found.group(1) if found else None
+    kernels = [version for name in _KERNEL_PACKAGES if (version := version_of(name))]
+    return {
+        "driver": driver,
+        "capability": capability,
+        "sgl_kernel": kernels[0] if kernels else None,
+    }
+
+
+def _nvml_facts() -> tuple[str | None, str | None]:
+    """(driver version, compute capability of the first GPU) as the driver's library says."""
+    try:
+        nvml = ctypes.CDLL(_NVML)
+    except OSError:
+        return None, None
+    if nvml.nvmlInit_v2() != 0:
+        return None, None
+    text = ctypes.create_string_buffer(96)
+    driver = None
+    if nvml.nvmlSystemGetDriverVersion(text, ctypes.c_uint(len(text))) == 0:
+        driver = text.value.decode()
+    device, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    capability = None
+    if (
+        nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(0), ctypes.byref(device)) == 0
+        and nvml.nvmlDeviceGetCudaComputeCapability(
+            device, ctypes.byref(major), ctypes.byref(minor)
+        )
+        == 0
+    ):
+        capability = f"{major.value}.{minor.value}"
+    nvml.nvmlShutdown()
+    return driver, capability
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> int:

@@ -116,7 +116,11 @@ ENGINE_FILES = {
         "miles_launcher/runtime/",
     },
     "ray": {"miles_launcher/runtime/"},
-    "sglang_patch": {"miles_launcher/doctor.py"},
+    "sglang_patch": {
+        "miles_launcher/conformance/probe_kernels.py",
+        "miles_launcher/conformance/subject.py",  # what is under test; the oracle imports no op
+        "miles_launcher/doctor.py",
+    },
     "megatron_patch": {"miles_launcher/doctor.py", "miles_launcher/runtime/"},
     "miles_launcher": set(),
 }

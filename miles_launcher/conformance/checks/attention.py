@@ -1,0 +1,248 @@
+"""`attention`: causal, one split; a token's bits are its own keys' in every phase and batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..bits import random
+from ..context import Context, array
+from ..oracle import rows as oracle
+from ..properties import NotShown
+from .common import OpSuite, repeated
+
+BF16 = torch.bfloat16
+_HEADS, _KV_HEADS = 4, 2
+Run = Callable[..., torch.Tensor]
+
+
+def _operands(lengths: tuple[int, ...], head_dim: int) -> list[torch.Tensor]:
+    tokens = sum(lengths)
+    return [
+        random(tokens, _HEADS, head_dim, seed=101),
+        random(tokens, _KV_HEADS, head_dim, seed=102),
+        random(tokens, _KV_HEADS, head_dim, seed=103),
+    ]
+
+
+def _scale(head_dim: int) -> float:
+    return head_dim**-0.5
+
+
+def _public(ctx: Context) -> Run:
+    """The public op, in the launchers' argument order."""
+
+    def run(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        queries: list[int],
+        keys: list[int],
+        s: float,
+    ) -> torch.Tensor:
+        try:
+            out: torch.Tensor = ctx.subject.attention(
+                q, k, v, query_lengths=queries, key_lengths=keys, scale=s
+            )
+        except ImportError as error:
+            raise NotShown(f"this GPU's attention is FA3: {error}") from error
+        return out
+
+    return run
+
+
+def _exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> list[torch.Tensor]:
+    """One sequence in fp64: (result, the same with |v|), by the formula."""
+    q, k, v = (t.cpu().double() for t in (q, k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(k.shape[0] - q.shape[0])
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    return [torch.einsum("hqk,khd->qhd", weights, t) for t in (v, v.abs())]
+
+
+def _sequences(lengths: tuple[int, ...]) -> list[slice]:
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    return [slice(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+
+
+def order(ctx: Context) -> str:
+    """The reference's order, sequence by sequence; keys turned round give other bits."""
+    run, lengths = _public(ctx), ctx.setting.lengths
+    for head_dim in ctx.setting.head_dims:
+        q, k, v = _operands(lengths, head_dim)
+        scale = _scale(head_dim)
+        out = run(*ctx.put(q, k, v), list(lengths), list(lengths), scale)
+        for mine in _sequences(lengths):
+            a, b, c = (array(t[mine]) for t in (q, k, v))
+            wanted = oracle.attention(a, b, c, scale, ctx.exp, "bfloat16")
+            ctx.equal(out[mine], wanted, f"head_dim {head_dim}, {mine.stop - mine.start} tokens")
+        other = oracle.attention(a[-1:], b[::-1], c[::-1], scale, ctx.exp, "float32")
+        straight = oracle.attention(a[-1:], b, c, scale, ctx.exp, "float32")
+        ctx.shows(straight, other, f"head_dim {head_dim}: keys turned round")
+    return f"lengths {lengths}, head_dim {ctx.setting.head_dims}, {_HEADS} heads over {_KV_HEADS}"
+
+
+def _near(ctx: Context, run: Run, label: str) -> float:
+    worst, lengths = 0.0, ctx.setting.lengths
+    for head_dim in ctx.setting.head_dims:
+        q, k, v = _operands(lengths, head_dim)
+        scale = _scale(head_dim)
+        out = run(*ctx.put(q, k, v), list(lengths), list(lengths), scale)
+        for mine in _sequences(lengths):
+            exact, magnitudes = _exact(q[mine], k[mine], v[mine], scale)
+            # The result rounded to bf16, and on a GPU the weights too; scores in fp32.
+            bound = 2.0**-8 * 1.1 * (exact.abs() + magnitudes)
+            worst = max(worst, ctx.near(out[mine], exact, bound, f"{label}, head_dim {head_dim}"))
+    return worst
+
+
+def value(ctx: Context) -> str:
+    worst = _near(ctx, _public(ctx), "attention")
+    return f"at most {worst:.2f} of half a bf16 unit of the result and of every weight"
+
+
+def dtypes(ctx: Context) -> str:
+    run = _public(ctx)
+    q, k, v = ctx.put(*_operands((3, 5), 64))
+    out = run(q, k, v, [3, 5], [3, 5], 0.125)
+    ctx.require(out.dtype == BF16, f"bf16 in, {out.dtype} out")
+    ctx.refused(lambda: run(q, k, v, [3, 4], [3, 5], 0.125), "lengths that miss a token")
+    ctx.refused(lambda: run(q, k, v, [5, 3], [3, 5], 0.125), "more queries than keys")
+    ctx.refused(lambda: run(q[:, :3], k, v, [3, 5], [3, 5], 0.125), "3 heads over 2")
+    if ctx.kernels:
+        ctx.refused(lambda: run(q.half(), k.half(), v.half(), [3, 5], [3, 5], 0.125), "fp16")
+    return "bf16; lengths and heads that do not fit refused"
+
+
+def shapes(ctx: Context) -> str:
+    """Strided inputs, other group sizes, one token; what a batch holds beside is `neighbours`."""
+    run = _public(ctx)
+    for heads, kv_heads in ((1, 1), (6, 2), (8, 1)):
+        q = random(12, heads, 64, seed=104)
+        k, v = (random(12, kv_heads, 64, seed=n) for n in (105, 106))
+        out = run(*ctx.put(q, k, v), [12], [12], 0.125)
+        exact, magnitudes = _exact(q, k, v, 0.125)
+        bound = 2.0**-8 * 1.1 * (exact.abs() + magnitudes)
+        ctx.near(out, exact, bound, f"{heads} heads over {kv_heads}")
+        fused = torch.cat((q, k, v), 1)
+        (there,) = ctx.put(fused)
+        parts = there.split((heads, kv_heads, kv_heads), 1)
+        ctx.equal(run(*parts, [12], [12], 0.125), out.cpu(), f"{heads}: slices of one tensor")
+        one = run(*ctx.put(q[:1], k[:1], v[:1]), [1], [1], 0.125)
+        expected = v[:1].repeat_interleave(heads // kv_heads, 1)
+        ctx.equal(one, expected, f"{heads} heads: one token is its own value")
+    return "6, 8 and 1 heads over 2, 1 and 1; slices of a fused projection; one token"
+
+
+def _phases(ctx: Context, run: Run, label: str) -> None:
+    lengths = ctx.setting.lengths
+    for head_dim in ctx.setting.head_dims:
+        q, k, v = ctx.put(*_operands(lengths, head_dim))
+        scale = _scale(head_dim)
+        out = run(q, k, v, list(lengths), list(lengths), scale).cpu()
+        for mine in _sequences(lengths):
+            length = mine.stop - mine.start
+            # One query is a decode step, fewer than all a chunk behind a cached prefix.
+            for queries in sorted({1, (length + 1) // 2, length}):
+                last = slice(mine.stop - queries, mine.stop)
+                part = run(q[last], k[mine], v[mine], [queries], [length], scale)
+                at = f"{label}, head_dim {head_dim}: the last {queries} of {length}"
+                ctx.equal(part, out[last], at)
+
+
+def phases(ctx: Context) -> str:
+    _phases(ctx, _public(ctx), "attention")
+    return f"one query, half and all of lengths {ctx.setting.lengths}"
+
+
+def beside(ctx: Context) -> str:
+    run, lengths = _public(ctx), ctx.setting.lengths
+    q, k, v = ctx.put(*_operands(lengths, 64))
+    out = run(q, k, v, list(lengths), list(lengths), 0.125).cpu()
+    cuts = _sequences(lengths)
+    turned = [t for mine in reversed(cuts) for t in range(mine.start, mine.stop)]
+    again = run(q[turned], k[turned], v[turned], list(lengths[::-1]), list(lengths[::-1]), 0.125)
+    ctx.equal(again, out[turned], "sequences in another order")
+    for mine in cuts:
+        alone = run(q[mine], k[mine], v[mine], [len(out[mine])], [len(out[mine])], 0.125)
+        ctx.equal(alone, out[mine], f"{len(out[mine])} tokens alone")
+    kept = cuts[-1]
+    for number in (float("nan"), float("inf"), 0.0):
+        spoiled = [torch.full_like(t, number) for t in (q, k, v)]
+        for bad, good in zip(spoiled, (q, k, v), strict=True):
+            bad[kept] = good[kept]
+        found = run(*spoiled, list(lengths), list(lengths), 0.125)[kept]
+        ctx.equal(found, out[kept], f"beside sequences of {number}")
+    return f"lengths {lengths} alone, reversed, beside sequences of NaN, infinity and zero"
+
+
+def tp_shards(ctx: Context) -> str:
+    run, lengths = _public(ctx), [5, 9]
+    q = random(14, 16, 64, seed=107)
+    k, v = (random(14, 8, 64, seed=n) for n in (108, 109))
+    moved = ctx.put(q, k, v)
+    whole = run(*moved, lengths, lengths, 0.125).cpu()
+    for tp in ctx.setting.tp:
+        cut = zip(*(t.chunk(tp, 1) for t in moved), strict=True)
+        parts = [run(*three, lengths, lengths, 0.125) for three in cut]
+        ctx.equal(torch.cat(parts, 1), whole, f"16 heads over {tp} ranks")
+    ctx.degrees = ctx.setting.tp
+    return f"16 heads over 8, cut over {ctx.setting.tp}"
+
+
+def kernel_table(ctx: Context) -> str:
+    """Each kernel by itself: the two have different bits, so each is held to its own claims."""
+    table = ctx.subject.table("attention")
+    if table is None or not table.entries:
+        raise NotShown("the subject brings no kernel table")
+    notes, missing = [], []
+    for entry in table.entries:
+
+        def run(*arguments: object, entry: object = entry) -> torch.Tensor:
+            out: torch.Tensor = table.run(entry, *arguments)[0]
+            return out
+
+        try:
+            worst = _near(ctx, run, str(entry))
+        except ImportError as error:
+            missing.append(f"{entry} did not run: {error}")
+            continue
+        _phases(ctx, run, str(entry))
+        notes.append(f"{entry} ({worst:.2f} of the bound)")
+    if missing:
+        raise NotShown("; ".join([*missing, f"shown: {', '.join(notes) or 'none'}"]))
+    return ", ".join(notes)
+
+
+def run_to_run(ctx: Context) -> str:
+    run, lengths = _public(ctx), list(ctx.setting.lengths)
+    moved = ctx.put(*_operands(ctx.setting.lengths, 64))
+    repeated(ctx, lambda: run(*moved, lengths, lengths, 0.125), "attention")
+    return "four calls"
+
+
+_TENSOR_CORE = "the order inside a product is the tensor core's own; see value and phases"
+SUITE = OpSuite(
+    name="attention",
+    checks={
+        "order": order,
+        "value": value,
+        "dtypes": dtypes,
+        "shapes": shapes,
+        "neighbours": beside,
+        "phases": phases,
+        "tp_shards": tp_shards,
+        "kernel_table": kernel_table,
+        "run_to_run": run_to_run,
+    },
+    absent={
+        "tp_ranks": "heads are independent: nothing is added over ranks",
+        "split_k": "the contract takes one split",
+        "cpu_bits": _TENSOR_CORE,
+    },
+    absent_on_gpu={"order": _TENSOR_CORE},
+    fault=(("attention", "order"), ("attention", "phases")),
+    fault_on_gpu=(("attention", "phases"),),
+)

@@ -1,0 +1,71 @@
+"""The ops of a GPU, with every entry of every kernel table. Imports Triton."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from . import probe_kernels
+from .subject import Subject, Table, cpu_subject
+
+
+def kernel_module(op: str) -> ModuleType:
+    """The op's `kernel.py` (the package's attribute of that name may be the public op)."""
+    return importlib.import_module(f"sglang_patch.ops.{op}.kernel")
+
+
+def table_entries(op: str) -> tuple[Any, ...]:
+    """Every entry of every kernel table of an op: the module's tuples whose name has TILES."""
+    found: list[Any] = []
+    for name, value in vars(kernel_module(op)).items():
+        if "TILES" in name and isinstance(value, tuple):
+            found += [entry for entry in value if entry not in found]
+    return tuple(found)
+
+
+def _run_linear(entry: Any, *arguments: Any) -> torch.Tensor:
+    out: torch.Tensor = kernel_module("linear").launch_linear(*arguments, tile=entry)
+    return out
+
+
+def _run_row_linear(entry: Any, *arguments: Any) -> torch.Tensor:
+    out: torch.Tensor = kernel_module("row_linear").launch_row_linear_partial(
+        *arguments, tile=entry
+    )
+    return out
+
+
+def _run_attention(entry: str, *arguments: Any) -> Any:
+    return getattr(kernel_module("attention"), f"launch_{entry}")(*arguments)
+
+
+def attention_entries() -> tuple[str, ...]:
+    """The attention kernels that this GPU may choose: `launch_<entry>`."""
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    return ("triton", "flash3") if hopper else ("triton",)
+
+
+def kernel_subject(base: Subject | None = None) -> Subject:
+    """The public ops, which run the kernels on a GPU's tensors; `base` in their place where
+    something else makes them do so."""
+    return replace(
+        base or cpu_subject(),
+        exp=probe_kernels.exp,
+        log=probe_kernels.log,
+        pair_sum=probe_kernels.pair_sum,
+        sqrt=None,
+        tables=(
+            ("linear", Table(entries=table_entries("linear"), run=_run_linear)),
+            ("row_linear", Table(entries=table_entries("row_linear"), run=_run_row_linear)),
+            ("rms_norm", Table(entries=table_entries("rms_norm"), run=_unforced)),
+            ("attention", Table(entries=attention_entries(), run=_run_attention)),
+        ),
+    )
+
+
+def _unforced(entry: Any, *arguments: Any) -> Any:
+    raise AssertionError("rms_norm chooses its tile by the width of a row alone")
