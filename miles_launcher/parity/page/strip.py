@@ -142,6 +142,6 @@ def _legend(counts: Mapping[str, int], inputs: bool) -> Markup:
         for state, text in STATES.items()
         if counts[state]
     ]
-    shade = tag("li", "darker: more of the token rows") if counts["after"] else None
+    shade = tag("li", "stronger: more of the token rows") if counts["after"] else None
     narrow = tag("li", "a narrow cell is an input of the op after it") if inputs else None
     return tag("ul", items, shade, narrow, class_="legend")
