@@ -11,8 +11,9 @@ from types import MappingProxyType
 class Setting:
     """Sizes. `rows` are batch sizes around the tile borders, `tiles` K tiles of contract v1,
     `k_sizes` odd and whole K of a product, `row_k_sizes` K of a row-parallel linear (multiples of
-    1024), `columns` N of a product, `lengths` sequences of a batch, `tp` the degrees of
-    simulated shards, `ranks` those of real ranks."""
+    1024), `columns` N of a product, `odd_vocabularies` around segment borders, `lengths` sequences
+    of a batch, `repeat_rows` rows of a call that is repeated, `tp` the degrees of simulated shards,
+    `ranks` those of real ranks."""
 
     name: str
     rows: tuple[int, ...]
@@ -23,6 +24,8 @@ class Setting:
     hidden: tuple[int, ...]
     widths: tuple[int, ...]
     vocabularies: tuple[int, ...]
+    odd_vocabularies: tuple[int, ...]
+    repeat_rows: int
     lengths: tuple[int, ...]
     head_dims: tuple[int, ...]
     tp: tuple[int, ...] = (1, 2, 4, 8)
@@ -30,6 +33,7 @@ class Setting:
 
 
 _BORDERS = (1, 16, 63, 64, 65, 127, 128, 129, 255, 256, 257)
+_ODD_VOCABULARIES = (1, 63, 64, 65, 511, 512, 513)
 _TILES = (1, 2, 3, 6, 7, 19, 24, 37, 38, 76, 100, 148)
 
 # A GPU: real layers' sizes.
@@ -43,6 +47,8 @@ CUDA = Setting(
     hidden=(128, 1000, 1024, 2560, 5120),
     widths=(100, 3072, 9728),
     vocabularies=(300, 151936),
+    odd_vocabularies=_ODD_VOCABULARIES,
+    repeat_rows=129,
     lengths=(1, 5, 9, 64, 65, 300, 1025),
     head_dims=(64, 128),
 )
@@ -58,6 +64,8 @@ CPU = Setting(
     hidden=(96, 128, 2560),
     widths=(72, 3072),
     vocabularies=(300, 151936),
+    odd_vocabularies=_ODD_VOCABULARIES,
+    repeat_rows=129,
     lengths=(1, 5, 9, 33),
     head_dims=(32, 128),
 )
@@ -72,6 +80,8 @@ SMALL = Setting(
     hidden=(96, 2560),
     widths=(72,),
     vocabularies=(300,),
+    odd_vocabularies=(1, 65),
+    repeat_rows=5,
     lengths=(1, 5, 9),
     head_dims=(32,),
     ranks=(2, 4),

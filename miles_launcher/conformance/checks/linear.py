@@ -162,7 +162,7 @@ def split_k(ctx: Context) -> str:
 
 
 def run_to_run(ctx: Context) -> str:
-    x, weight, bias = ctx.put(*_operands(ctx, 129, ctx.setting.k_sizes[-1]))
+    x, weight, bias = ctx.put(*_operands(ctx, ctx.setting.repeat_rows, ctx.setting.k_sizes[-1]))
     repeated(ctx, lambda: ctx.subject.linear(x, weight, bias), "linear")
     return "four calls"
 

@@ -85,8 +85,8 @@ def dtypes(ctx: Context) -> str:
 
 
 def shapes(ctx: Context) -> str:
-    rows = max(ctx.setting.rows)
-    for vocab_size in (1, 63, 64, 65, 511, 512, 513):
+    rows, vocabularies = max(ctx.setting.rows), ctx.setting.odd_vocabularies
+    for vocab_size in vocabularies:
         segments, width, count = segments_of(V2, vocab_size)
         logits = logits_of(rows, vocab_size, width * count)
         wanted = oracle.statistics(array(logits), vocab_size, width, count, ctx.exp)
@@ -103,8 +103,8 @@ def shapes(ctx: Context) -> str:
         ctx.equal(run(cut), expected, f"vocabulary {vocab_size}, no padding given")
         ctx.equal(run(there.t().contiguous().t()), expected, f"vocabulary {vocab_size}, strides")
         ctx.require(run(there[:0]).shape == (0, vocab_size), "no rows")
-    borders(ctx, run, [there], "513 columns")
-    return f"rows {ctx.setting.rows}, vocabularies 1 to 513, empty segments, strides, no rows"
+    borders(ctx, run, [there], f"{vocab_size} columns")
+    return f"rows {ctx.setting.rows}, vocabularies {vocabularies}, empty segments, strides, no rows"
 
 
 def beside(ctx: Context) -> str:
@@ -144,7 +144,7 @@ def cpu_bits(ctx: Context) -> str:
 
 def run_to_run(ctx: Context) -> str:
     segments, width, count = segments_of(V2, ctx.setting.vocabularies[-1])
-    logits = ctx.put(logits_of(9, segments.vocab_size, width * count))
+    logits = ctx.put(logits_of(min(9, ctx.setting.repeat_rows), segments.vocab_size, width * count))
     repeated(ctx, lambda: ctx.subject.log_softmax(*logits, segments), "log_softmax")
     return "four calls"
 

@@ -161,7 +161,7 @@ def cpu_bits(ctx: Context) -> str:
 
 
 def run_to_run(ctx: Context) -> str:
-    x, weight, residual = ctx.put(*_operands(129, ctx.setting.hidden[-1]))
+    x, weight, residual = ctx.put(*_operands(ctx.setting.repeat_rows, ctx.setting.hidden[-1]))
     repeated(ctx, lambda: ctx.subject.rms_norm(x, weight, EPS, residual=residual), "rms_norm")
     return "four calls"
 

@@ -1,4 +1,4 @@
-"""`rope_table`, made once on the CPU, and `rope`: four products and two sums, each rounded."""
+"""`rope`: four products and two sums, each rounded, by one table."""
 
 from __future__ import annotations
 
@@ -10,86 +10,10 @@ from ..context import Context, array
 from ..oracle import rows as oracle
 from ..oracle.numbers import Array
 from .common import OpSuite, neighbours, repeated
+from .rope_table import POSITIONS, table_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
-BASE, POSITIONS = 1e6, 40960
 _HEADS, _KV_HEADS = 9, 3
-
-
-def _table(ctx: Context, head_dim: int) -> torch.Tensor:
-    out: torch.Tensor = ctx.subject.rope_table(head_dim, POSITIONS, BASE)
-    return out
-
-
-def table_order(ctx: Context) -> str:
-    """Every column follows from one fp32 frequency within two ulps of the true one: fp32 angle,
-    its cosine and sine rounded once."""
-    sample = np.unique(np.concatenate((np.arange(40), np.arange(4090, 4100), [8191, 40000, 40959])))
-    for head_dim in ctx.setting.head_dims:
-        table = array(_table(ctx, head_dim))
-        half = head_dim // 2
-        for i in range(half):
-            true = float(np.longdouble(BASE) ** (-np.longdouble(2 * i) / head_dim))
-            candidates = [np.float32(true)]
-            for direction in (np.float32(0), np.float32(2)):
-                step = np.float32(true)
-                for _ in range(2):
-                    step = np.nextafter(step, direction)
-                    candidates.append(step)
-            wanted = np.stack((table[sample, i], table[sample, half + i])).view(np.int32)
-            fits = [f for f in candidates if np.array_equal(_column(f, sample), wanted)]
-            ctx.require(len(fits) == 1, f"head_dim {head_dim}, column {i}: {len(fits)} frequencies")
-            ctx.compared += wanted.size
-    return f"head_dim {ctx.setting.head_dims}: each column is one fp32 frequency's, bit for bit"
-
-
-def _column(frequency: np.float32, positions: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
-    angle = (positions.astype(np.float32) * frequency).astype(np.float64)
-    return np.stack((np.cos(angle), np.sin(angle))).astype(np.float32).view(np.int32)
-
-
-def table_value(ctx: Context) -> str:
-    worst = 0.0
-    for head_dim in ctx.setting.head_dims:
-        half = head_dim // 2
-        frequency = BASE ** -(torch.arange(half, dtype=torch.float64) * 2 / head_dim)
-        angle = torch.arange(POSITIONS, dtype=torch.float64)[:, None] * frequency
-        exact = torch.cat((angle.cos(), angle.sin()), 1)
-        # The frequency within two ulps, the angle rounded once: 2.5 units of the angle.
-        bound = torch.cat((angle, angle), 1) * 2.5 * 2.0**-23 + 2.0**-24
-        worst = max(worst, ctx.near(_table(ctx, head_dim), exact, bound, f"head_dim {head_dim}"))
-    return f"at most {worst:.2f} of 2.5 ulp of the angle, positions up to {POSITIONS - 1}"
-
-
-def table_shapes(ctx: Context) -> str:
-    for head_dim in ctx.setting.head_dims:
-        table = _table(ctx, head_dim)
-        ctx.require(table.shape == (POSITIONS, head_dim), f"shape {tuple(table.shape)}")
-        for rows in (1, 63, 64, 65, 4097):
-            short = ctx.subject.rope_table(head_dim, rows, BASE)
-            ctx.equal(short, table[:rows], f"head_dim {head_dim}: the first {rows} positions")
-    ctx.refused(lambda: ctx.subject.rope_table(7, 8, BASE), "an odd head_dim")
-    return "a shorter table is the beginning of a longer one"
-
-
-def table_dtypes(ctx: Context) -> str:
-    """fp32 on the CPU, whatever the defaults of the process that makes it."""
-    before = torch.get_default_dtype()
-    expected = _table(ctx, 64)
-    ctx.require(expected.dtype == FP32 and expected.device.type == "cpu", f"{expected.dtype}")
-    torch.set_default_dtype(BF16)
-    try:
-        with torch.device(ctx.device):
-            again = _table(ctx, 64)
-    finally:
-        torch.set_default_dtype(before)
-    ctx.equal(again, expected, "with bf16 as the default format")
-    return "fp32 on the CPU, also under a bf16 default and another default device"
-
-
-def table_repeats(ctx: Context) -> str:
-    repeated(ctx, lambda: _table(ctx, 128), "rope_table")
-    return "four tables"
 
 
 def _operands(tokens: int, head_dim: int, dtype: torch.dtype = BF16) -> list[torch.Tensor]:
@@ -108,7 +32,7 @@ def _wanted(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, dtype
 
 def _compare(ctx: Context, tokens: int, head_dim: int, dtype: torch.dtype) -> None:
     query, key, positions = _operands(tokens, head_dim, dtype)
-    table, name = _table(ctx, head_dim), str(dtype).removeprefix("torch.")
+    table, name = table_of(ctx, head_dim), str(dtype).removeprefix("torch.")
     out = ctx.subject.rope(*ctx.put(query, key, positions, table))
     for found, given in zip(out, (query, key), strict=True):
         ctx.require(found.dtype == dtype, f"{dtype} in, {found.dtype} out")
@@ -120,7 +44,7 @@ def order(ctx: Context) -> str:
         for dtype in (BF16, FP32):
             _compare(ctx, 37, head_dim, dtype)
         query, _, positions = _operands(37, head_dim, FP32)
-        table = _table(ctx, head_dim)
+        table = table_of(ctx, head_dim)
         half = head_dim // 2
         a, b = array(query)[..., :half].astype(np.float64), array(query)[..., half:]
         chosen = array(table)[positions.numpy()][:, None, :]
@@ -135,7 +59,7 @@ def value(ctx: Context) -> str:
     worst = 0.0
     for head_dim in ctx.setting.head_dims:
         query, key, positions = _operands(37, head_dim)
-        table, half = _table(ctx, head_dim), head_dim // 2
+        table, half = table_of(ctx, head_dim), head_dim // 2
         cos, sin = table[positions].double()[:, None].chunk(2, -1)
         a, b = query.double().chunk(2, -1)
         exact = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
@@ -150,7 +74,7 @@ def dtypes(ctx: Context) -> str:
     for dtype in (BF16, FP32):
         _compare(ctx, 5, 64, dtype)
     query, key, positions = ctx.put(*_operands(5, 64))
-    (table,) = ctx.put(_table(ctx, 64))
+    (table,) = ctx.put(table_of(ctx, 64))
     narrow = positions.to(torch.int32)
     whole = ctx.subject.rope(query, key, positions, table)[0].cpu()
     ctx.equal(ctx.subject.rope(query, key, narrow, table)[0], whole, "int32 positions")
@@ -167,14 +91,14 @@ def shapes(ctx: Context) -> str:
     for head_dim in (48, *ctx.setting.head_dims):
         _compare(ctx, 7, head_dim, BF16)
     query, key, positions = ctx.put(*_operands(2, 64))
-    (table,) = ctx.put(_table(ctx, 64))
+    (table,) = ctx.put(table_of(ctx, 64))
     empty = ctx.subject.rope(query[:0], key[:0], positions[:0], table)
     ctx.require(empty[0].shape == (0, _HEADS, 64), f"no tokens gave {tuple(empty[0].shape)}")
     return f"tokens {ctx.setting.rows}, head_dim 48 too, slices of a fused projection, no tokens"
 
 
 def beside(ctx: Context) -> str:
-    (table,) = ctx.put(_table(ctx, 64))
+    (table,) = ctx.put(table_of(ctx, 64))
     inputs = ctx.put(*_operands(max(ctx.setting.rows), 64))
     return neighbours(ctx, lambda q, k, p: ctx.subject.rope(q, k, p, table), inputs, "rope")
 
@@ -182,7 +106,7 @@ def beside(ctx: Context) -> str:
 def tp_shards(ctx: Context) -> str:
     tokens, head_dim = 5, ctx.setting.head_dims[0]
     query, key = random(tokens, 16, head_dim, seed=72), random(tokens, 8, head_dim, seed=73)
-    moved = ctx.put(query, key, torch.arange(tokens) * 1000, _table(ctx, head_dim))
+    moved = ctx.put(query, key, torch.arange(tokens) * 1000, table_of(ctx, head_dim))
     whole = [t.cpu() for t in ctx.subject.rope(*moved)]
     for tp in ctx.setting.tp:
         cut = zip(moved[0].chunk(tp, 1), moved[1].chunk(tp, 1), strict=True)
@@ -195,7 +119,7 @@ def tp_shards(ctx: Context) -> str:
 
 def cpu_bits(ctx: Context) -> str:
     for head_dim in ctx.setting.head_dims:
-        arguments = [*_operands(37, head_dim), _table(ctx, head_dim)]
+        arguments = [*_operands(37, head_dim), table_of(ctx, head_dim)]
         there = ctx.reference.rope(*arguments)
         for one, other in zip(ctx.subject.rope(*ctx.put(*arguments)), there, strict=True):
             ctx.equal(one, other, f"head_dim {head_dim}")
@@ -203,27 +127,11 @@ def cpu_bits(ctx: Context) -> str:
 
 
 def run_to_run(ctx: Context) -> str:
-    arguments = ctx.put(*_operands(129, 64), _table(ctx, 64))
+    arguments = ctx.put(*_operands(ctx.setting.repeat_rows, 64), table_of(ctx, 64))
     repeated(ctx, lambda: ctx.subject.rope(*arguments), "rope")
     return "four calls"
 
 
-_ONE_TABLE = "one table on the CPU, for every rank and row"
-TABLE_SUITE = OpSuite(
-    name="rope_table",
-    checks={
-        "order": table_order,
-        "value": table_value,
-        "dtypes": table_dtypes,
-        "shapes": table_shapes,
-        "run_to_run": table_repeats,
-    },
-    absent={
-        **dict.fromkeys(("neighbours", "phases", "tp_shards", "tp_ranks"), _ONE_TABLE),
-        **dict.fromkeys(("split_k", "kernel_table", "cpu_bits"), "made on the CPU, no kernel"),
-    },
-    fault=(("rope_table", "order"),),
-)
 SUITE = OpSuite(
     name="rope",
     checks={

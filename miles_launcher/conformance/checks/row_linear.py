@@ -128,7 +128,7 @@ def tp_shards(ctx: Context, contract: str) -> str:
 
 def run_to_run(ctx: Context, contract: str) -> str:
     case = Case(contract, ctx.setting.row_k_sizes[-1])
-    moved = ctx.put(*operands(ctx, case, 65))
+    moved = ctx.put(*operands(ctx, case, ctx.setting.repeat_rows))
     repeated(ctx, lambda: ctx.subject.row_linear(*moved, reduction=case.reduction()), "row_linear")
     return "four calls"
 

@@ -102,7 +102,7 @@ def cpu_bits(ctx: Context) -> str:
 
 
 def run_to_run(ctx: Context) -> str:
-    x = ctx.put(_gate_up(129, ctx.setting.widths[-1]))
+    x = ctx.put(_gate_up(ctx.setting.repeat_rows, ctx.setting.widths[-1]))
     repeated(ctx, lambda: ctx.subject.silu_mul(*x), "silu_mul")
     return "four calls"
 

@@ -86,7 +86,7 @@ def cpu_bits(ctx: Context) -> str:
 
 
 def run_to_run(ctx: Context) -> str:
-    inputs = ctx.put(*_operands(129))
+    inputs = ctx.put(*_operands(ctx.setting.repeat_rows))
     repeated(ctx, lambda: ctx.subject.temperature_logits(*inputs), "temperature")
     return "four calls"
 
