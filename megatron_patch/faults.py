@@ -17,7 +17,18 @@ from .function import apply
 from .ops.fault import FINAL_OPS, LAYER_OPS, Fault, flip_one_ulp, parse_fault
 from .ops.taps import TapLog
 
-__all__ = ["FINAL_OPS", "LAYER_OPS", "Fault", "calls", "flip", "parse_fault", "set_fault", "tap"]
+__all__ = [
+    "FINAL_OPS",
+    "LAYER_OPS",
+    "Fault",
+    "calls",
+    "entering",
+    "flip",
+    "parse_fault",
+    "set_fault",
+    "tap",
+    "tap_value",
+]
 
 _fault: Fault | None = None
 _rank = 0
@@ -66,6 +77,21 @@ def flip(layer: int | None, op: str, tensor: torch.Tensor) -> torch.Tensor:
     if _fault is None:
         return tensor
     return flip_one_ulp(_fault, tensor, layer=layer, op=op, rank=_rank)
+
+
+def entering(layer: int | None, op: str, tensor: torch.Tensor, name: str = "input") -> None:
+    """What enters `op` as `name`, [rows, ...]: recorded where taps are on."""
+    if _log is not None:
+        _log.record(layer, op, tensor, name)
+
+
+def tap_value(layer: int | None, op: str, tensor: torch.Tensor) -> torch.Tensor:
+    """`tap` for a tensor inside another op's forward, which carries no gradient."""
+    calls[op if layer is None else f"{layer}.{op}"] += 1
+    tensor = flip(layer, op, tensor)
+    if _log is not None:
+        _log.record(layer, op, tensor)
+    return tensor
 
 
 def tap(layer: int | None, op: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from .config import PolicyTransformerConfig
 from .layers.attention import PolicyCoreAttention, PolicySelfAttention
 from .layers.linear import PolicyColumnLinear, PolicyRowLinear
 from .layers.mlp import PolicyMLP
-from .layers.norm import PolicyRMSNorm
+from .layers.norm import PolicyFinalNorm, PolicyRMSNorm
 from .layers.transformer_layer import PolicyTransformerLayer
 
 
@@ -79,4 +79,4 @@ def layer_spec(config: PolicyTransformerConfig) -> TransformerBlockSubmodules:
         ),
     )
     layers = [layer] * get_num_layers_to_build(config)
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=PolicyFinalNorm)

@@ -6,6 +6,8 @@ tensor-parallel rank its columns.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from . import faults
@@ -56,10 +58,10 @@ def announce(batch: MicroBatch) -> None:
     scored = tokens.index_select(0, batch.scored)
     # A rank that scores nothing sends one row through the head all the same.
     scored[batch.num_scored :, 0] = -1
-    log.at(tokens.cpu(), scored.cpu())
+    log.at(tokens.cpu(), head=scored.cpu(), scored=scored.cpu())
 
 
-def finish_taps() -> dict[str, torch.Tensor]:
+def finish_taps() -> dict[str, Any]:
     """Stop recording; what was recorded (`TapLog.dump`)."""
     log = faults.active_log()
     if log is None:

@@ -93,6 +93,20 @@ def check_weights(folder: Path, profile: ModelProfile) -> None:
         raise WeightsError(folder, problems)
 
 
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """The file in which each tensor of a folder lies. Raises `WeightsError` where one cannot be
+    read."""
+    problems: list[str] = []
+    files = {
+        name: path
+        for path in _weight_files(folder, problems)
+        for name in _read_header(path, problems)
+    }
+    if problems:
+        raise WeightsError(folder, problems)
+    return files
+
+
 def has_tokenizer(folder: Path) -> bool:
     """Whether the folder can turn text into tokens."""
     return any((folder / name).is_file() for name in _TOKENIZER_FILES)

@@ -63,6 +63,14 @@ Fault = Annotated[
         help="SIDE:LAYER:OP[:RANK[:TOKEN]], one ulp that must close the gate.",
     ),
 ]
+BisectOnMismatch = Annotated[
+    bool,
+    typer.Option("--bisect-on-mismatch", help="Where the gate closes over a token, find the op."),
+]
+RequireCertificate = Annotated[
+    Path | None,
+    typer.Option("--require-certificate", help="What `miles conform` wrote: refuse without it."),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Write the plan, show it and stop.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")]
 
@@ -111,6 +119,7 @@ def plan(
     out: Out = None,
     resume: Resume = False,
     inject_fault: Fault = None,
+    require_certificate: RequireCertificate = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the resolved plan; nothing is written or started."""
@@ -119,6 +128,7 @@ def plan(
     resolved = _resolve(
         LaunchArgs(
             model=model,
+            require_certificate=require_certificate,
             tp=tp,
             rollout_tp=rollout_tp,
             train_tp=train_tp,
@@ -164,7 +174,9 @@ def launch(
     out: Out = None,
     resume: Resume = False,
     inject_fault: Fault = None,
+    bisect_on_mismatch: BisectOnMismatch = False,
     dry_run: DryRun = False,
+    require_certificate: RequireCertificate = None,
 ) -> None:
     """Sample, score, compare, train, sync: every step gated on exact equality."""
     from .resolve import LaunchArgs
@@ -172,6 +184,7 @@ def launch(
     _start(
         LaunchArgs(
             model=model,
+            require_certificate=require_certificate,
             tp=tp,
             rollout_tp=rollout_tp,
             train_tp=train_tp,
@@ -191,6 +204,7 @@ def launch(
         ),
         dry_run=dry_run,
         parity_only=False,
+        bisect_on_mismatch=bisect_on_mismatch,
     )
 
 
@@ -211,7 +225,9 @@ def parity(
     steps: Steps = None,
     out: Out = None,
     inject_fault: Fault = None,
+    bisect_on_mismatch: BisectOnMismatch = False,
     dry_run: DryRun = False,
+    require_certificate: RequireCertificate = None,
 ) -> None:
     """Sample and score only: the comparison without training."""
     from .resolve import LaunchArgs
@@ -235,16 +251,20 @@ def parity(
             steps=steps,
             out=out,
             inject_fault=inject_fault,
+            require_certificate=require_certificate,
             overrides=typed,
         ),
         dry_run=dry_run,
         parity_only=True,
+        bisect_on_mismatch=bisect_on_mismatch,
     )
 
 
 @app.command()
 def bisect(
-    model: Model,
+    model: Annotated[
+        str | None, typer.Argument(help="A name from `miles profiles`; none with --replay.")
+    ] = None,
     overrides: Overrides = None,
     tp: Tp = None,
     rollout_tp: RolloutTp = None,
@@ -258,16 +278,28 @@ def bisect(
     prompts: Prompts = None,
     out: Out = None,
     inject_fault: Fault = None,
+    between: Annotated[
+        str, typer.Option("--between", help="rollout,trainer or decode,prefill (the engine alone).")
+    ] = "rollout,trainer",
+    replay: Annotated[
+        Path | None,
+        typer.Option("--replay", help="The folder of a run whose gate closed: that very batch."),
+    ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            "--sweep", help="both, or one side: inject a fault at each tap; all must be named."
+        ),
+    ] = None,
+    require_certificate: RequireCertificate = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Name the first op and token at which rollout and trainer differ, one batch, every op."""
-    from .policy import CONTRACT_OFF
+    """Name the first op and token at which two sides differ, one batch, every op."""
+    from .bisection import bisection_plan
     from .resolve import LaunchArgs
 
-    # A pass replayed from a CUDA graph runs no tap.
-    typed = ("run=parity", *(overrides or ()), "run.steps=1", "rollout.cuda_graph=false")
     args = LaunchArgs(
-        model=model,
+        model=model or "",
         tp=tp,
         rollout_tp=rollout_tp,
         train_tp=train_tp,
@@ -280,18 +312,20 @@ def bisect(
         prompts=prompts,
         out=out,
         inject_fault=inject_fault,
-        overrides=typed,
+        require_certificate=require_certificate,
+        overrides=tuple(overrides or ()),
     )
-    resolved = _resolve(args)
-    if resolved.contract == CONTRACT_OFF:
-        _fail(ValueError("bisect with contract off: stock layers have no taps; name a contract"))
+    try:
+        resolved, sides, swept = bisection_plan(args, between, replay, sweep)
+    except ValueError as error:
+        _fail(error)
     path = _written(resolved, dry_run)
     if path is None:
         return
-    from .runtime.bisect import run_bisect
+    from .runtime.bisect import BisectOptions, run_bisect
 
     gc.enable()
-    sys.exit(run_bisect(path))
+    sys.exit(run_bisect(path, BisectOptions(between=sides, replay=replay, sweep=swept)))
 
 
 def _written(resolved: LaunchPlan, dry_run: bool) -> Path | None:
@@ -311,7 +345,7 @@ def _written(resolved: LaunchPlan, dry_run: bool) -> Path | None:
     return None
 
 
-def _start(args: LaunchArgs, *, dry_run: bool, parity_only: bool) -> None:
+def _start(args: LaunchArgs, *, dry_run: bool, parity_only: bool, bisect_on_mismatch: bool) -> None:
     from .rewards import load_reward
 
     resolved = _resolve(args)
@@ -327,7 +361,7 @@ def _start(args: LaunchArgs, *, dry_run: bool, parity_only: bool) -> None:
     from .runtime.driver import run_launch
 
     gc.enable()
-    sys.exit(run_launch(path, parity_only))
+    sys.exit(run_launch(path, parity_only, bisect_on_mismatch))
 
 
 @app.command()

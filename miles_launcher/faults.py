@@ -22,7 +22,7 @@ LAYER_OPS = (
     "down_proj",
 )
 FINAL = "final"
-FINAL_OPS = ("embedding", "final_norm", "lm_head", "logprob")
+FINAL_OPS = ("embedding", "final_norm", "lm_head", "temperature", "logprob")
 SIDES = ("rollout", "trainer")
 
 

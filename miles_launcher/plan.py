@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from .codec import from_data, to_data
+from .conformance.requirement import CertificatePlan
 from .faults import FaultPlan
 from .layout import Layout
 from .policy import Device, KernelPolicy
 from .profiles import ModelProfile
 from .settings import ClusterSettings, RolloutSettings, RunSettings, TrainSettings
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 PLAN_FILE = "plan.json"
 
 
@@ -62,7 +63,7 @@ class PathsPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
     """One run. `contract` is a registry name, or `off` for the control: stock kernels on both
-    sides. `num_gpus` is None where they are not counted."""
+    sides. `num_gpus` is None where they are not counted, `certificate` where none is required."""
 
     version: int
     model: ModelProfile
@@ -79,6 +80,7 @@ class LaunchPlan:
     engine: RolloutSettings
     cluster: ClusterSettings
     paths: PathsPlan
+    certificate: CertificatePlan | None
     fault: FaultPlan | None
     resume: bool
     overrides: tuple[str, ...]

@@ -13,6 +13,7 @@ from . import render
 from .byte_tokenizer import NUM_TOKENS
 from .checkpoint import check_weights, has_tokenizer
 from .conf import compose_settings
+from .conformance.requirement import CertificatePlan, require
 from .devices import cpu_ids, resolve_device, visible_gpus
 from .faults import FaultPlan, parse_fault
 from .layout import Layout, validate
@@ -37,6 +38,7 @@ from .policy import (
 from .profiles import ModelProfile, check_same_shape, get_profile
 from .prompts import check_prompts, read_prompts
 from .rewards import BUILTIN, check_reward_name
+from .schema import get_contract
 from .seeded_weights import seeded_folder
 from .settings import Settings, check_settings
 from .tasks import TASKS
@@ -62,6 +64,7 @@ class LaunchArgs:
     out: Path | None = None
     resume: bool = False
     inject_fault: str | None = None
+    require_certificate: Path | None = None
     overrides: tuple[str, ...] = ()
 
 
@@ -122,6 +125,7 @@ def resolve(args: LaunchArgs, environ: Mapping[str, str] = os.environ) -> Launch
         engine=settings.rollout,
         cluster=settings.cluster,
         paths=paths,
+        certificate=_certificate(settings, layout, device, environ),
         fault=fault,
         resume=args.resume,
         overrides=args.overrides,
@@ -129,6 +133,28 @@ def resolve(args: LaunchArgs, environ: Mapping[str, str] = os.environ) -> Launch
     if plan.resume:
         _check_resumes(plan)
     return plan
+
+
+def _certificate(
+    settings: Settings, layout: Layout, device: Device, environ: Mapping[str, str]
+) -> CertificatePlan | None:
+    """The required certificate, once it covers what this plan runs."""
+    if settings.run.require_certificate is None:
+        return None
+    contract = settings.contract.name
+    if contract == CONTRACT_OFF:
+        raise ValueError(
+            "--require-certificate with contract off: stock engines run no certified op; name a "
+            "contract, or drop the requirement"
+        )
+    return require(
+        Path(settings.run.require_certificate).expanduser(),
+        row_linear_order=get_contract(contract).row_linear.order,
+        device=device,
+        degrees=(layout.rollout_tp, layout.train_tp),
+        # A cluster's machines are seen once its ranks are up.
+        local=not environ.get("RAY_ADDRESS"),
+    )
 
 
 def _fault(
@@ -177,6 +203,7 @@ def _flags(args: LaunchArgs) -> dict[str, Any]:
         "run.prompts": args.prompts,
         "run.reward": args.reward,
         "run.steps": args.steps,
+        "run.require_certificate": args.require_certificate and str(args.require_certificate),
     }
     return {key: value for key, value in values.items() if value is not None}
 

@@ -38,6 +38,7 @@ class RunSettings:
 
     `prompts` is `builtin:NAME` or a JSONL file, `reward` is `builtin:NAME` or `module:function`.
     `max_new_tokens` counts response tokens; the penalties and cut-offs are SGLang's.
+    `require_certificate` is what `miles conform` wrote, a file or its folder.
     `checkpoint_every` counts steps; the last step is kept too, 0 keeps it alone, and -1 keeps
     nothing. A checkpoint is 2 bytes a parameter, and 12 more for the optimizer.
     """
@@ -58,6 +59,7 @@ class RunSettings:
     prompts: str = "builtin:lowercase"
     reward: str = "builtin:lowercase"
     checkpoint_every: int = 0
+    require_certificate: str | None = None
 
     @property
     def samples_per_step(self) -> int:

@@ -101,6 +101,8 @@ def _overview(plan: LaunchPlan) -> Table:
         ("reward", paths.reward),
         ("out", paths.out),
     ]
+    if plan.certificate is not None:
+        rows.append(("certificate", f"{plan.certificate.path} ({plan.certificate.digest[:12]})"))
     if plan.fault is not None:
         rows.append(("fault", f"one ulp at {plan.fault.side} {plan.fault.place}"))
     return _pairs("Plan", rows)

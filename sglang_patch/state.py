@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from .contracts import SGLangRuntimePolicy
 from .ops.fault import FINAL_OPS, Fault, flip_one_ulp
-from .ops.taps import TapLog
+from .ops.taps import OUTPUT, TapLog
 from .ops.tree_all_reduce.op import RankGroup
 
 
 @dataclass(slots=True)
 class RuntimeState:
     """The active policy with this rank's group; `layer` is where the forward pass is; `taps` is
-    None unless rows are being recorded."""
+    None unless rows are being recorded; `fault` is the policy's until another is set."""
 
     policy: SGLangRuntimePolicy
     ranks: RankGroup = field(default_factory=RankGroup)
@@ -28,10 +29,10 @@ class RuntimeState:
     calls: Counter[str] = field(default_factory=Counter)
     in_embedding: bool = False
     taps: TapLog | None = None
+    fault: Fault | None = None
 
-    @property
-    def fault(self) -> Fault | None:
-        return self.policy.fault
+    def __post_init__(self) -> None:
+        self.fault = self.policy.fault
 
 
 _state: RuntimeState | None = None
@@ -68,18 +69,26 @@ def flip(op: str, tensor: torch.Tensor) -> torch.Tensor:
     return flip_one_ulp(state.fault, tensor, layer=state.layer, op=op, rank=state.ranks.rank)
 
 
-def record(op: str, tensor: torch.Tensor) -> None:
-    """Digest the rows of `tensor` [rows, ...] where taps are on."""
+def record(op: str, tensor: torch.Tensor, name: str = OUTPUT, **how: Any) -> None:
+    """Digest the rows of `tensor` [rows, ...] where taps are on: the result of `op`, or what enters
+    it as `name`; `how` as in `TapLog.record`."""
     state = require()
     if state.taps is not None:
-        state.taps.record(None if op in FINAL_OPS else state.layer, op, tensor)
+        state.taps.record(None if op in FINAL_OPS else state.layer, op, tensor, name, **how)
 
 
-def tap(op: str, tensor: torch.Tensor, layer: int | None = None) -> torch.Tensor:
+def entering(op: str, tensor: torch.Tensor, layer: int | None = None, name: str = "input") -> None:
+    """Digest what enters `op` where taps are on; `layer` moves the place."""
+    if layer is not None:
+        require().layer = layer
+    record(op, tensor, name)
+
+
+def tap(op: str, tensor: torch.Tensor, layer: int | None = None, **how: Any) -> torch.Tensor:
     """The named place in the model where a fault can be injected and rows are recorded; `layer`
-    moves the place."""
+    moves the place, `how` is as in `TapLog.record`."""
     if layer is not None:
         require().layer = layer
     tensor = flip(op, tensor)
-    record(op, tensor)
+    record(op, tensor, **how)
     return tensor

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from . import state
+from .ops.fault import parse_fault
 from .ops.taps import TapLog, TapShape, parse_kept
 
 
-def start_taps(scheduler: Any, keep: str | None = None) -> None:
-    """Record from now on; `keep` names rows to store whole (`ops.taps.parse_kept`).
+def start_taps(scheduler: Any, keep: str | None = None, fault: str | None = None) -> None:
+    """Record from now on; `keep` names rows to store whole (`ops.taps.parse_kept`), `fault` is
+    injected until the taps are saved (`ops.fault.parse_fault`).
 
     Raises `ValueError` under CUDA graphs: a replayed pass runs no tap.
     """
@@ -31,6 +33,8 @@ def start_taps(scheduler: Any, keep: str | None = None) -> None:
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
     )
+    if fault is not None:
+        live.fault = parse_fault(fault)
     kept = None if keep is None else parse_kept(keep)
     live.taps = TapLog(shape, live.ranks.rank, live.ranks.size, kept=kept)
 
@@ -44,4 +48,4 @@ def save_taps(scheduler: Any, folder: str) -> None:
     temporary = path.with_suffix(".tmp")
     torch.save(live.taps.dump(), temporary)
     temporary.rename(path)
-    live.taps = None
+    live.taps, live.fault = None, live.policy.fault

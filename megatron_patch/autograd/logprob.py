@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .. import ops
+from ..faults import tap_value
 from ..function import apply
 from ..ops import RankGroup, gather_ranks
 from ..ops.formats import accumulator_dtype
@@ -25,15 +26,11 @@ def _normaliser_of_segments(
 
 
 def _normaliser_of_rows(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    vocabulary: VocabularySegments,
-    ranks: RankGroup,
+    scaled: torch.Tensor, vocabulary: VocabularySegments, ranks: RankGroup
 ) -> torch.Tensor:
     """Log-sum-exp of each row, its shards gathered and cut to the real vocabulary first."""
-    rows = torch.cat(gather_ranks(logits, ranks), dim=-1)[:, : vocabulary.vocab_size]
-    scaled = ops.temperature_logits(rows, temperature)
-    statistics = ops.segment_statistics(scaled, vocabulary, 0, vocabulary.num_segments)
+    rows = torch.cat(gather_ranks(scaled, ranks), dim=-1)[:, : vocabulary.vocab_size]
+    statistics = ops.segment_statistics(rows, vocabulary, 0, vocabulary.num_segments)
     return ops.combine_segments(*statistics)
 
 
@@ -52,10 +49,9 @@ class _TokenLogprobs(torch.autograd.Function):
         columns = logits.shape[1]
         first = ranks.rank * columns
         scaled = ops.temperature_logits(logits, temperature)
-        if order == "segments":
-            normaliser = _normaliser_of_segments(scaled, vocabulary, ranks)
-        else:
-            normaliser = _normaliser_of_rows(logits, temperature, vocabulary, ranks)
+        scaled = tap_value(None, "temperature", scaled)
+        normalise = _normaliser_of_segments if order == "segments" else _normaliser_of_rows
+        normaliser = normalise(scaled, vocabulary, ranks)
         local = (targets - first).clamp(0, columns - 1)
         chosen = scaled.gather(1, local.unsqueeze(1)).squeeze(1)
         if ranks.size > 1:

@@ -9,7 +9,7 @@ from megatron.core.transformer.attention import SelfAttention
 
 from .. import autograd
 from ..config import PolicyTransformerConfig
-from ..faults import tap
+from ..faults import entering, tap
 from ..ops import RankGroup
 from ..parallel import MicroBatch, gather_partial, heads_to_sequence, sequence_to_heads
 from ..parallel.ulysses import replicate_heads
@@ -98,12 +98,21 @@ class PolicySelfAttention(SelfAttention):
     def forward(self, hidden_states: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """hidden_states: [T, 1, hidden] bf16, the same on every rank -> [T, 1, hidden] bf16."""
         layer, tokens = self.layer_index, hidden_states.shape[0]
+        entering(layer, "qkv_proj", hidden_states)
         mixed = tap(layer, "qkv_proj", self.linear_qkv(hidden_states)[0])
         query, key, value = self._own_heads(mixed.view(tokens, -1))
         if self.config.qk_layernorm:
+            entering(layer, "q_norm", query)
+            entering(layer, "k_norm", key)
             query = tap(layer, "q_norm", self.q_layernorm(query))
             key = tap(layer, "k_norm", self.k_layernorm(key))
+        entering(layer, "rope", query)
+        entering(layer, "rope_k", key)
         query, key = self.rope(query, key, batch.positions)
         query, key = tap(layer, "rope", query), tap(layer, "rope_k", key)
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            entering(layer, "attention", tensor, name)
         out = tap(layer, "attention", self.core_attention(query, key, value, batch))
-        return tap(layer, "o_proj", self.linear_proj(out.view(tokens, 1, -1))[0])
+        out = out.view(tokens, 1, -1)
+        entering(layer, "o_proj", out)
+        return tap(layer, "o_proj", self.linear_proj(out)[0])

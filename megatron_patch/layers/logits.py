@@ -8,7 +8,7 @@ import torch
 
 from .. import autograd
 from ..config import PolicyTransformerConfig
-from ..faults import tap
+from ..faults import entering, tap
 from ..ops import RankGroup
 from ..parallel import MicroBatch
 from .linear import PolicyColumnLinear
@@ -37,9 +37,10 @@ class PolicyHead(PolicyColumnLinear):
         vocabulary at `batch.temperature`, the same on every tensor-parallel rank. Only those rows
         go through the head.
         """
-        hidden = tap(None, "final_norm", hidden)
         rows = hidden.view(hidden.shape[0], -1).index_select(0, batch.scored)
+        entering(None, "lm_head", rows)
         logits = tap(None, "lm_head", self(rows, weight)[0])
+        entering(None, "temperature", logits)
         policy = self.config.policy
         logprobs = autograd.token_logprobs(
             logits,

@@ -7,7 +7,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 
 from .. import autograd
 from ..config import PolicyTransformerConfig
-from ..faults import tap
+from ..faults import entering, tap
 from .linear import PolicyColumnLinear, PolicyRowLinear
 
 
@@ -29,6 +29,10 @@ class PolicyMLP(MLP):
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:
         """hidden_states: [tokens, 1, hidden] bf16 -> ([tokens, 1, hidden] bf16, None)."""
-        gate_up = tap(self.layer_index, "gate_up_proj", self.linear_fc1(hidden_states)[0])
-        gated = tap(self.layer_index, "silu_mul", autograd.silu_mul(gate_up))
-        return tap(self.layer_index, "down_proj", self.linear_fc2(gated)[0]), None
+        layer = self.layer_index
+        entering(layer, "gate_up_proj", hidden_states)
+        gate_up = tap(layer, "gate_up_proj", self.linear_fc1(hidden_states)[0])
+        entering(layer, "silu_mul", gate_up)
+        gated = tap(layer, "silu_mul", autograd.silu_mul(gate_up))
+        entering(layer, "down_proj", gated)
+        return tap(layer, "down_proj", self.linear_fc2(gated)[0]), None

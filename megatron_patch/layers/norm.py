@@ -6,6 +6,7 @@ import torch
 
 from .. import autograd
 from ..config import PolicyTransformerConfig
+from ..faults import entering, tap
 
 
 class PolicyRMSNorm(torch.nn.Module):
@@ -27,3 +28,12 @@ class PolicyRMSNorm(torch.nn.Module):
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x: [..., hidden] bf16; residual: fp32 -> (norm of the sum, bf16; the sum, fp32)."""
         return autograd.add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class PolicyFinalNorm(PolicyRMSNorm):
+    """The norm after the last layer of the last stage."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [tokens, 1, hidden], the fp32 residual stream -> bf16."""
+        entering(None, "final_norm", x)
+        return tap(None, "final_norm", super().forward(x))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from ..faults import tap
+from ..faults import entering, tap
 from ..parallel import MicroBatch
 
 
@@ -40,9 +40,11 @@ class PolicyTransformerLayer(TransformerLayer):
             )
         assert hidden_states.dtype in (torch.float32, torch.float64), hidden_states.dtype
         layer = self.layer_number - 1
+        entering(layer, "input_layernorm", hidden_states)
         x = tap(layer, "input_layernorm", self.input_layernorm(hidden_states))
         x = self.self_attention(x, packed_seq_params)
         x, stream = self.pre_mlp_layernorm.add(x, hidden_states)
+        entering(layer, "post_attention_layernorm", stream)
         x = tap(layer, "post_attention_layernorm", x)
         x = self.mlp(x)[0]
         return stream + x.to(stream.dtype), None

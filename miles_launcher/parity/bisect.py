@@ -1,24 +1,26 @@
-"""The first wrong bit: rollout against trainer, op by op, in the order of the data flow."""
+"""The first wrong bit: two sides against each other, tensor by tensor, in the order of the flow."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from .rows import Mask, Place, RankRecord, SideRows, TokenSlots, side_rows
+from .flow import OUTPUT, Place, inputs_of, made_of
+from .rows import Mask, RankRecord, SideRows, TokenSlots, side_rows
 
 BISECT_FILE = "bisect.json"
-_FLOAT_BYTES = {2: "bfloat16", 4: "float32"}
+PAGE_FILE = "bisect.html"
+# Attention reads these of every earlier token of the sequence as well.
+_OF_EARLIER_TOKENS = ("key", "value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpRows:
-    """One op of the whole run: token rows compared, and how many of them differ."""
+    """One tapped tensor of the whole run: token rows compared, and how many of them differ."""
 
     place: Place
     compared: int
@@ -27,9 +29,9 @@ class OpRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The first divergence. `odd` is the one side and tensor-parallel rank whose copy of a row is
-    unlike all the others', where there is exactly one. `inputs_equal`: at every op before this
-    one, the token and every earlier token of its sequence had equal rows."""
+    """The first divergence. `inputs`: what enters the op (of an input: what that is made of), and
+    whether its rows are equal. `odd`: the one side and tensor-parallel rank whose copy of a row is
+    unlike all the others', where there is exactly one."""
 
     place: Place
     slot: int
@@ -37,70 +39,96 @@ class Found:
     position: int
     differ: int
     compared: int
-    inputs_equal: bool
+    inputs: tuple[tuple[Place, bool], ...]
     odd: tuple[str, int] | None
 
+    @property
+    def sources_equal(self) -> bool:
+        """Everything that the differing tensor is made from is equal."""
+        return all(equal for _, equal in self.inputs)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Element:
-    """The first differing element of a row: its column in the global row, the bits of both sides,
-    their distance in ulps (None where one is not a finite number), the tensor-parallel rank that
-    computed it on each side, and how many elements of the row differ."""
+    @property
+    def inputs_equal(self) -> bool:
+        """The op's inputs are equal, so that the op itself is at fault."""
+        return self.place.is_output and self.sources_equal
 
-    column: int
-    dtype: str
-    rollout_bits: str
-    trainer_bits: str
-    ulp: int | None
-    rollout_rank: int
-    trainer_rank: int
-    elements_differ: int
-    elements: int
+
+@dataclass(slots=True, kw_only=True)
+class Comparison:
+    """Every tapped tensor in order; `wrong` [slots] of those in which any row differs."""
+
+    ops: list[OpRows] = field(default_factory=list)
+    found: Found | None = None
+    wrong: dict[Place, Mask] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        """Token rows compared, over all tensors."""
+        return sum(op.compared for op in self.ops)
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """The model's tapped tensors (`flow.data_flow`), in order."""
+
+    places: tuple[Place, ...]
+    num_layers: int
+    qk_layernorm: bool
+
+    def sources(self, place: Place) -> tuple[Place, ...]:
+        """What a tensor is made of, among the places compared."""
+        found = (
+            inputs_of(place)
+            if place.is_output
+            else made_of(place, self.num_layers, self.qk_layernorm)
+        )
+        return tuple(source for source in found if source in self.places)
 
 
 def compare_rows(
-    rollout: Sequence[RankRecord],
-    trainer: Sequence[RankRecord],
+    ours: Sequence[RankRecord],
+    theirs: Sequence[RankRecord],
     tp_sizes: tuple[int, int],
-    flow: Sequence[Place],
+    flow: Flow,
     slots: TokenSlots,
-) -> tuple[list[OpRows], Found | None]:
-    """Every op in order, and the first divergence: of the first op with a differing row, the token
-    at the earliest position, then of the lowest sequence.
+) -> Comparison:
+    """Every tensor in order, and the first divergence: of the first one with a differing row, the
+    token at the earliest position, then of the lowest sequence.
 
-    tp_sizes: of rollout and trainer. Raises `ValueError` where a rank, an op or a token is missing
-    on a side, or where there is nothing to compare.
+    tp_sizes: of the two sides. Raises `ValueError` where a rank, an op or a token is missing on a
+    side, or where there is nothing to compare.
     """
-    ops: list[OpRows] = []
-    found: Found | None = None
-    equal_so_far: Mask = np.ones(len(slots), dtype=np.bool_)
-    for place in flow:
-        ours = side_rows(rollout, tp_sizes[0], place, slots)
-        theirs = side_rows(trainer, tp_sizes[1], place, slots)
+    result = Comparison()
+    for place in flow.places:
+        left = side_rows(ours, tp_sizes[0], place, slots)
+        right = side_rows(theirs, tp_sizes[1], place, slots)
         needed = slots.needed(place)
-        wrong = needed & ((ours.whole != theirs.whole) | ours.disagree | theirs.disagree)
+        wrong = needed & ((left.digests != right.digests) | left.disagree | right.disagree)
         if not needed.any():
             raise ValueError(f"{place}: no token row to compare; nothing would be shown")
-        ops.append(OpRows(place=place, compared=int(needed.sum()), differ=int(wrong.sum())))
-        if found is None and wrong.any():
-            found = _found(ours, theirs, ops[-1], wrong, equal_so_far, slots)
-        equal_so_far &= ~wrong
-    return ops, found
+        result.ops.append(OpRows(place=place, compared=int(needed.sum()), differ=int(wrong.sum())))
+        if wrong.any():
+            result.wrong[place] = wrong
+            if result.found is None:
+                sides = (ours[0].side, left), (theirs[0].side, right)
+                result.found = _found(sides, result, flow, slots)
+    return result
 
 
 def _found(
-    ours: SideRows,
-    theirs: SideRows,
-    rows: OpRows,
-    wrong: Mask,
-    equal_so_far: Mask,
+    sides: tuple[tuple[str, SideRows], tuple[str, SideRows]],
+    result: Comparison,
+    flow: Flow,
     slots: TokenSlots,
 ) -> Found:
-    candidates = np.flatnonzero(wrong)
-    order = np.lexsort((slots.sequence[candidates], slots.position[candidates]))
-    slot = int(candidates[order[0]])
+    rows = result.ops[-1]
+    slot = int(slots.by_position(np.flatnonzero(result.wrong[rows.place]))[0])
     sequence, position = slots.token(slot)
-    start = int(slots.starts[sequence])
+    inputs = []
+    for source in flow.sources(rows.place):
+        first = int(slots.starts[sequence]) if source.tensor in _OF_EARLIER_TOKENS else slot
+        wrong = result.wrong.get(source)
+        inputs.append((source, wrong is None or not wrong[first : slot + 1].any()))
     return Found(
         place=rows.place,
         slot=slot,
@@ -108,153 +136,99 @@ def _found(
         position=position,
         differ=rows.differ,
         compared=rows.compared,
-        inputs_equal=bool(equal_so_far[start : slot + 1].all()),
-        odd=_odd(ours, theirs, slot),
+        inputs=tuple(inputs),
+        odd=_odd(sides, slot),
     )
 
 
-def _odd(ours: SideRows, theirs: SideRows, slot: int) -> tuple[str, int] | None:
-    """The one rank whose row is unlike all others', of an op whose row every rank holds whole."""
-    if not (ours.disagree[slot] or theirs.disagree[slot]):
+def _odd(
+    sides: tuple[tuple[str, SideRows], tuple[str, SideRows]], slot: int
+) -> tuple[str, int] | None:
+    """The one rank whose row is unlike all others', of a row that every rank holds whole."""
+    if not any(rows.disagree[slot] for _, rows in sides):
         return None
     copies = [
         (side, rank, int(digest))
-        for side, rows in (("rollout", ours), ("trainer", theirs))
-        for rank, digest in enumerate(rows.ranks[:, slot])
+        for side, rows in sides
+        for rank, digest in enumerate(rows.ranks[:, slot] if rows.is_whole else [])
     ]
+    copies += [(side, 0, int(rows.digests[slot])) for side, rows in sides if not rows.is_whole]
     counts = Counter(digest for _, _, digest in copies)
     alone = [(side, rank) for side, rank, digest in copies if counts[digest] == 1]
     return alone[0] if len(alone) == 1 and len(counts) == 2 else None
 
 
-def kept_rows(
-    records: Sequence[RankRecord], tokens: Sequence[tuple[int, int]]
-) -> dict[int, tuple[int, npt.NDArray[np.int64]]]:
-    """The stored row of the first of `tokens` that a side computed: per tensor-parallel rank
-    (bytes an element, [2, width] int64 of columns and bits).
-
-    Raises `ValueError` where no rank stored one of them.
-    """
-    for sequence, position in tokens:
-        rows = {
-            record.tp_rank: (int(name.split(".")[1]), row)
-            for record in records
-            for name, row in record.taps.items()
-            if name.startswith("row.") and name.endswith(f".{sequence}.{position}")
-        }
-        if rows:
-            return rows
-    side = records[0].side if records else "a side"
-    raise ValueError(f"{side}: the second pass stored none of the token rows {list(tokens)}")
+def heat_map(result: Comparison, num_layers: int, slots: TokenSlots) -> dict[str, Any]:
+    """Tokens against layers: of how many tapped tensors of the layer the token's row differs."""
+    layers: list[str | int] = ["embedding", *range(num_layers), "head"]
+    counts = np.zeros((len(slots), len(layers)), dtype=np.int64)
+    for place, wrong in result.wrong.items():
+        counts[:, layer_column(place, num_layers)] += wrong
+    shown = np.flatnonzero(slots.needed(Place(None, "embedding")))
+    return {
+        "layers": layers,
+        "tokens": [list(slots.token(int(slot))) for slot in shown],
+        "rows_differ": counts[shown].tolist(),
+        "elements_differ": [None] * len(shown),
+    }
 
 
-def first_element(
-    rollout: Mapping[int, tuple[int, npt.NDArray[np.int64]]],
-    trainer: Mapping[int, tuple[int, npt.NDArray[np.int64]]],
-) -> Element | None:
-    """The first column in which a rank of one side has other bits than a rank of the other; None
-    where the stored rows are equal (the second pass did not repeat the first)."""
-    different: dict[int, Element] = {}
-    columns: set[int] = set()
-    for our_rank, (size, ours) in rollout.items():
-        for their_rank, (their_size, theirs) in trainer.items():
-            if size != their_size:
-                raise ValueError(f"rows of {size} bytes an element, and of {their_size}")
-            shared, here, there = np.intersect1d(ours[0], theirs[0], return_indices=True)
-            real = shared >= 0
-            shared, left, right = shared[real], ours[1][here][real], theirs[1][there][real]
-            columns |= set(shared.tolist())
-            for index in np.flatnonzero(left != right):
-                column = int(shared[index])
-                if column not in different:
-                    different[column] = _element(
-                        column, size, int(left[index]), int(right[index]), our_rank, their_rank
-                    )
-    if not different:
-        return None
-    first = different[min(different)]
-    return Element(
-        **{
-            **{name: getattr(first, name) for name in Element.__slots__},
-            "elements_differ": len(different),
-            "elements": len(columns),
-        }
-    )
+def layer_column(place: Place, num_layers: int) -> int:
+    """The column of the heat map: the embedding, the layers, the head."""
+    if place.op == "embedding":
+        return 0
+    return num_layers + 1 if place.layer is None else 1 + place.layer
 
 
-def _element(
-    column: int, size: int, ours: int, theirs: int, our_rank: int, their_rank: int
-) -> Element:
-    bits = 8 * size
-    mask = (1 << bits) - 1
-    return Element(
-        column=column,
-        dtype=_FLOAT_BYTES[size],
-        rollout_bits=f"{ours & mask:0{size * 2}x}",
-        trainer_bits=f"{theirs & mask:0{size * 2}x}",
-        ulp=ulp_distance(ours & mask, theirs & mask, size),
-        rollout_rank=our_rank,
-        trainer_rank=their_rank,
-        elements_differ=0,
-        elements=0,
-    )
-
-
-def ulp_distance(ours: int, theirs: int, size: int) -> int | None:
-    """Steps between two numbers of a format, by their unsigned bits; `size` 2 is bfloat16, 4
-    float32. None where one is infinite or not a number; 0.0 and -0.0 are 0 apart."""
-    sign = 1 << (8 * size - 1)
-    infinity = 0x7F80 if size == 2 else 0x7F800000
-    places = []
-    for bits in (ours, theirs):
-        magnitude = bits & (sign - 1)
-        if magnitude >= infinity:
-            return None
-        places.append(-magnitude if bits & sign else magnitude)
-    return abs(places[0] - places[1])
-
-
-def divergence_data(found: Found, element: Element | None) -> dict[str, Any]:
-    """`first_divergence` of `bisect.json`."""
+def first_divergence(
+    found: Found, slots: TokenSlots, element: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """`first_divergence` of `bisect.json`; `element` as `elements.first_element` gives it."""
     side, rank = found.odd if found.odd is not None else (None, None)
-    data: dict[str, Any] = {
-        "layer": found.place.layer,
-        "op": found.place.op,
-        "token": {"sequence": found.sequence, "position": found.position},
+    return {
+        **found.place.data(),
+        "side": side,
+        "rank": rank,
+        "judged_by": None if found.odd is None else "ranks",
+        "token": {
+            "sequence": found.sequence,
+            "position": found.position,
+            "id": int(slots.ids[found.slot]),
+            "part": "prompt" if slots.in_prompt[found.slot] else "response",
+        },
         "token_rows_differ": found.differ,
         "token_rows_compared": found.compared,
         "inputs_equal": found.inputs_equal,
-        "side": side,
-        "rank": rank,
-        "bits": None,
-        "ulp": None,
-        "element": None,
+        "inputs": [{**place.data(), "equal": equal} for place, equal in found.inputs],
+        **(element or {"bits": None, "ulp": None, "element": None}),
     }
-    if element is not None:
-        data["bits"] = {"rollout": element.rollout_bits, "trainer": element.trainer_bits}
-        data["ulp"] = element.ulp
-        data["element"] = {
-            "column": element.column,
-            "dtype": element.dtype,
-            "rollout_rank": element.rollout_rank,
-            "trainer_rank": element.trainer_rank,
-            "differ": element.elements_differ,
-            "of": element.elements,
-        }
-    return data
 
 
-def sentence(found: Found, element: Element | None) -> str:
-    """What a person reads."""
-    text = f"first divergence: {found.place}, sequence {found.sequence} position {found.position}"
+def sentence(data: Mapping[str, Any], between: Sequence[str]) -> str:
+    """What a person reads, from `first_divergence`."""
+    place = Place(data["layer"], data["op"], data["tensor"])
+    token = data["token"]
+    text = f"first divergence: {place}, sequence {token['sequence']} position {token['position']}"
+    element = data["element"]
     if element is not None:
-        distance = "not numbers" if element.ulp is None else f"{element.ulp} ulp"
+        distance = "not numbers" if data["ulp"] is None else f"{data['ulp']} ulp"
+        bits = ", ".join(f"{side} {data['bits'][side]}" for side in between)
         text += (
-            f", element {element.column}: rollout {element.rollout_bits}, trainer "
-            f"{element.trainer_bits} ({element.dtype}, {distance}; {element.elements_differ} of "
-            f"{element.elements} elements)"
+            f", element {element['column']}: {bits} ({element['dtype']}, {distance}; "
+            f"{element['differ']} of {element['of']} elements)"
         )
-    if found.odd is not None:
-        text += f"; {found.odd[0]} rank {found.odd[1]} is unlike every other rank"
-    text += f"; {found.differ} of {found.compared} token rows differ there, and its inputs are "
-    return text + (f"equal: {found.place.op} is at fault" if found.inputs_equal else "not equal")
+    if data["judged_by"] is not None:
+        who = data["side"] if data["rank"] is None else f"{data['side']} rank {data['rank']}"
+        unlike = "every other rank" if data["judged_by"] == "ranks" else "the reference"
+        text += f"; {who} is unlike {unlike}"
+    text += (
+        f"; {data['token_rows_differ']} of {data['token_rows_compared']} token rows differ there, "
+    )
+    sources = [Place(i["layer"], i["op"], i["tensor"]) for i in data["inputs"] if i["equal"]]
+    different = [Place(i["layer"], i["op"], i["tensor"]) for i in data["inputs"] if not i["equal"]]
+    if different:
+        return text + "and so do its inputs: " + ", ".join(str(p) for p in different)
+    if data["tensor"] == OUTPUT:
+        return text + f"and its inputs are equal: {place.op} is at fault"
+    made = " and ".join(str(source) for source in sources)
+    return text + f"and {made} are equal: what carries them into {place.op} is at fault"

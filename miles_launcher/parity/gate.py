@@ -73,13 +73,14 @@ def check_arguments(expected: Mapping[str, Any], live: Mapping[str, Any]) -> Non
 
 
 def check_hook_calls(
-    readbacks: Sequence[Mapping[str, Any]], *, qk_layernorm: bool, attention_hooked: bool
+    readbacks: Sequence[Mapping[str, Any]], *, qk_layernorm: bool, attention_ours: bool
 ) -> None:
     """Close unless the hooks ran as often as the layers did, in every rollout rank.
 
     One forward pass embeds once; a layer has two column-parallel and two row-parallel linears, two
     norms (four with q/k norm), one rotation and one attention. Other counts mean that something
-    went around a hook, or twice through it.
+    went around a hook, or twice through it. attention_ours: the kernel is the contract's own text,
+    not the engine's FA3.
     """
     for rank, report in enumerate(readbacks):
         calls, layers = report["calls"], report["num_layers"]
@@ -91,14 +92,15 @@ def check_hook_calls(
         per_forward = {
             "linear": 2 * layers,
             "row_linear": 2 * layers,
+            "attention": layers,
             "silu_mul": layers,
             "rope": layers,
             "rms_norm": (4 if qk_layernorm else 2) * layers + 1,
         }
         counted = {name: calls.get(name, 0) for name in per_forward}
-        if attention_hooked:
-            per_forward["attention"] = layers
-            counted["attention"] = calls.get("attention_extend", 0) + calls.get(
+        if attention_ours:
+            per_forward["attention kernel"] = layers
+            counted["attention kernel"] = calls.get("attention_extend", 0) + calls.get(
                 "attention_decode", 0
             )
         different = [

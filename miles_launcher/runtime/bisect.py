@@ -1,34 +1,37 @@
-"""`run_bisect`: one batch through both engines with taps on, and where they first differ.
+"""`run_bisect`: one batch through both sides with taps on, and where they first differ.
 
 Three passes over the same prompts and seeds. The first, without taps, samples the batch. The second
 records a digest of every token row at every op; tokens and logprobs must be those of the first, bit
 for bit, so that what is compared is what a launch runs. Where a row differs, a third pass stores
-the rows of that op and token whole.
+the rows of the tokens that differ first, of every op.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from ..bisection import ENGINES, PHASES, Sides
+from ..mismatch import read_mismatch
 from ..parity.bisect import (
     BISECT_FILE,
-    Element,
-    Found,
-    OpRows,
+    PAGE_FILE,
+    Comparison,
+    Flow,
     compare_rows,
-    divergence_data,
-    first_element,
-    kept_rows,
+    first_divergence,
+    heat_map,
     sentence,
 )
+from ..parity.flow import data_flow
 from ..parity.gate import GateClosed
+from ..parity.page import write_page
 from ..parity.report import Report
-from ..parity.rows import RankRecord, TokenSlots, data_flow
+from ..parity.rows import TokenSlots
+from ..parity.suspects import look_at
 from ..plan import LaunchPlan, read
 from ..seeded_weights import ensure_seeded_weights
 from .batch import Batch
@@ -41,26 +44,37 @@ from .driver import (
     INTERRUPTED,
     new_report,
     running_cluster,
-    start_session,
 )
-from .loop import Loop, rollout_logprobs
+from .loop import Loop
+from .magnify import Magnified, magnify
+from .passes import Passes, expected_from, side_sizes
 from .progress import Progress
-from .rollout import TAP_REQUEST
 from .session import Session
+from .sweep import sweep
 
 
-def run_bisect(plan_path: Path) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BisectOptions:
+    """between: the two sides; replay: a saved mismatch whose batch must repeat; sweep: the
+    sides at whose every tap a fault is injected instead, to say whether each was found."""
+
+    between: Sides = ENGINES
+    replay: Path | None = None
+    sweep: tuple[str, ...] = ()
+
+
+def run_bisect(plan_path: Path, options: BisectOptions = BisectOptions()) -> int:
     """Run the plan in `plan_path`; returns 0 equal, 3 a divergence, 2 configuration, 4 a process
-    died, 130 interrupted. `bisect.json` beside the plan says which; only a comparison that came to
-    its end has `first_divergence` in it."""
+    died, 130 interrupted. `bisect.json` and `bisect.html` beside the plan say which; only a
+    comparison that came to its end has `first_divergence` in it."""
     plan = read(plan_path)
     report = new_report(plan)
-    progress = Progress(report)
+    progress = Progress(report, steps=False)
     data: dict[str, Any] = {}
+    code = EXACT
     try:
         with progress:
-            data, message = _bisect(plan, report, progress)
-        code = EXACT if data["first_divergence"] is None else GATE
+            data, message, code = _bisect(plan, options, report, progress)
         ended = "complete"
     except GateClosed as closed:
         ended, code, message = "gate closed", GATE, str(closed)
@@ -70,125 +84,132 @@ def run_bisect(plan_path: Path) -> int:
         ended, code, message = "configuration", CONFIGURATION, str(error)
     except KeyboardInterrupt:
         ended, code, message = "interrupted", INTERRUPTED, "interrupted; every process was ended"
-    path = _write(plan, report, {"ended": ended, "message": message, "exit_code": code, **data})
-    if ended != "complete":
-        progress.console.print(f"{ended}: {message}", markup=False, soft_wrap=True)
-    else:
-        progress.console.print(message, markup=False, soft_wrap=True)
+    about = {"between": list(options.between), "ended": ended, "message": message}
+    path = _write(plan, report, {**about, "exit_code": code, **data})
+    text = message if ended == "complete" else f"{ended}: {message}"
+    progress.console.print(text, markup=False, soft_wrap=True)
     progress.console.print(f"report: {path}", markup=False, soft_wrap=True)
     return code
 
 
 def _write(plan: LaunchPlan, report: Report, data: dict[str, Any]) -> Path:
+    """Both files, whole or not at all; returns the one to open."""
     about = {
         name: getattr(report, name)
         for name in ("model", "contract", "segments", "layout", "device", "versions")
     }
-    text = json.dumps(
-        {**about, "fingerprint": report.fingerprint, "seconds": report.start_seconds, **data},
-        indent=2,
-        allow_nan=False,
-    )
-    path = Path(plan.paths.out) / BISECT_FILE
+    whole = {**about, "fingerprint": report.fingerprint, "seconds": report.start_seconds, **data}
+    out = Path(plan.paths.out)
+    text = json.dumps(whole, indent=1, allow_nan=False)
+    path = out / BISECT_FILE
     temporary = path.with_suffix(".tmp")
     temporary.write_text(text + "\n", encoding="utf-8")
     temporary.rename(path)
-    return path
+    if "sweep" in data:
+        return path
+    write_page(whole, out / PAGE_FILE)
+    return out / PAGE_FILE
 
 
-def _bisect(plan: LaunchPlan, report: Report, progress: Progress) -> tuple[dict[str, Any], str]:
-    """(the rest of bisect.json, the sentence)."""
-    seconds = report.start_seconds
+def _bisect(
+    plan: LaunchPlan, options: BisectOptions, report: Report, progress: Progress
+) -> tuple[dict[str, Any], str, int]:
+    """(the rest of bisect.json, the sentence, the exit code)."""
+    seconds, between = report.start_seconds, options.between
     weights = Path(plan.paths.model_path)
+    replayed = None if options.replay is None else read_mismatch(options.replay)
     with progress.phase("weights", seconds, "weights"):
         if plan.paths.seeded:
             ensure_seeded_weights(plan.model, plan.paths.weights_seed, weights)
-    with running_cluster(plan, report, progress) as cluster:
+    trainers = between == ENGINES
+    with running_cluster(plan, report, progress, trainers=trainers) as cluster:
         session = Session(cluster, plan)
         loop = Loop(plan, session, report, progress, weights, parity_only=True)
-        start_session(session, report, progress, weights)
-        passes = _Passes(loop, session)
+        unequal = _start(session, report, progress, weights, between)
+        step = 0 if replayed is None else int(replayed["step"])
+        passes = Passes(loop, session, step, between)
         with progress.phase("a pass without taps", seconds, "plain"):
-            batch = passes.plain()
+            batch = passes.plain(None if replayed is None else expected_from(replayed))
+        flow = _flow(plan, between)
+        if options.sweep:
+            return sweep(plan, passes, batch, flow, progress, options.sweep)
         with progress.phase("a pass with taps", seconds, "digests"):
-            rollout, trainer = passes.recorded()
+            ours, theirs = passes.recorded()
         slots = TokenSlots(batch.tokens, batch.prompt_lengths)
-        sizes = (plan.layout.rollout_tp, plan.layout.train_tp)
-        flow = data_flow(plan.model.num_hidden_layers, plan.model.qk_layernorm)
         with progress.phase("comparing", seconds, "compare"):
-            ops, found = compare_rows(rollout, trainer, sizes, flow, slots)
-        element: Element | None = None
-        if found is not None:
-            with progress.phase("a pass that stores the differing row", seconds, "rows"):
-                element = passes.element(found, slots)
-    if found is None:
-        rows = sum(op.compared for op in ops)
+            result = compare_rows(ours, theirs, side_sizes(between, plan.layout), flow, slots)
+        magnified = Magnified()
+        if result.found is not None:
+            with progress.phase("a pass that stores the differing rows", seconds, "rows"):
+                magnified = magnify(plan, passes, result, slots, weights)
+    data = {
+        "weights": unequal,
+        **_data(plan, report, between, batch, result, magnified, slots),
+    }
+    if result.found is None:
+        if unequal is not None:
+            raise GateClosed(f"no row differs, and yet {unequal}")
         message = (
-            f"equal: {rows} token rows of {len(ops)} ops compared, embedding to logprob, "
-            f"{len(slots)} tokens of {len(batch)} sequences; none differs"
+            f"equal: {result.rows} token rows of {len(result.ops)} tensors compared, embedding to "
+            f"{flow.places[-1].op}, {len(slots)} tokens of {len(batch)} sequences; none differs"
         )
-    else:
-        message = sentence(found, element)
-    return _data(batch, ops, found, element), message
+        return data, message, EXACT
+    text = sentence(data["first_divergence"], between)
+    return data, text if unequal is None else f"{text}; {unequal}", GATE
+
+
+def _start(
+    session: Session, report: Report, progress: Progress, weights: Path, between: Sides
+) -> str | None:
+    """Both roles up and their fingerprints compared; what is unequal about their weights, which
+    here is something to look into and no reason to stop."""
+    trainers = between == ENGINES
+    with progress.phase("starting engine and trainer", report.start_seconds, "roles"):
+        session.start(str(weights), trainers=trainers)
+    with progress.phase("comparing fingerprints", report.start_seconds, "fingerprint"):
+        fingerprints = session.fingerprints()
+        report.fingerprint = dict(zip(between, fingerprints.values(), strict=True))
+        if trainers:
+            try:
+                session.digests()
+            except GateClosed as unequal:
+                return str(unequal)
+    return None
+
+
+def _flow(plan: LaunchPlan, between: Sides) -> Flow:
+    model = plan.model
+    places = data_flow(model.num_hidden_layers, model.qk_layernorm)
+    if between == PHASES and plan.run.temperature != 1.0:
+        # The engine scores prompts at temperature 1, whatever was sampled at.
+        places = tuple(p for p in places if p.op not in ("temperature", "logprob"))
+    return Flow(places, model.num_hidden_layers, model.qk_layernorm)
 
 
 def _data(
-    batch: Batch, ops: Sequence[OpRows], found: Found | None, element: Element | None
+    plan: LaunchPlan,
+    report: Report,
+    between: Sequence[str],
+    batch: Batch,
+    result: Comparison,
+    magnified: Magnified,
+    slots: TokenSlots,
 ) -> dict[str, Any]:
+    heat = heat_map(result, plan.model.num_hidden_layers, slots)
+    first = None
+    if result.found is not None:
+        first = first_divergence(result.found, slots, magnified.element)
+        if first["side"] is None and magnified.guilty is not None:
+            (first["side"], first["rank"]), first["judged_by"] = magnified.guilty, "reference"
+        first["look_at"] = look_at(result.found.place, plan, between, report.versions)
+        place_of = {tuple(token): i for i, token in enumerate(heat["tokens"])}
+        for token, counts in magnified.elements.items():
+            heat["elements_differ"][place_of[token]] = counts
     return {
-        "first_divergence": None if found is None else divergence_data(found, element),
-        "ops": [
-            {"layer": op.place.layer, "op": op.place.op, "rows": op.compared, "differ": op.differ}
-            for op in ops
-        ],
+        "first_divergence": first,
+        "ops": [{**op.place.data(), "rows": op.compared, "differ": op.differ} for op in result.ops],
         "tokens": batch.tokens,
         "prompt_lengths": batch.prompt_lengths,
+        "heat": heat if result.found is not None else None,
+        "ulp": magnified.ulp,
     }
-
-
-class _Passes:
-    """The same batch again and again; a pass that comes out otherwise is an error."""
-
-    def __init__(self, loop: Loop, session: Session) -> None:
-        self._loop, self._session = loop, session
-        self._number = 0
-        self._batch: Batch
-        self._logprobs: tuple[list[Any], list[Any]]
-
-    def _run(self) -> tuple[Batch, tuple[list[Any], list[Any]]]:
-        self._number += 1
-        _, generations, batch = self._loop.sample(0, lambda i: f"{TAP_REQUEST}{i}-{self._number}")
-        return batch, (rollout_logprobs(generations), self._session.score(batch))
-
-    def plain(self) -> Batch:
-        """Without taps; the batch that every further pass must repeat."""
-        self._batch, self._logprobs = self._run()
-        return self._batch
-
-    def recorded(self, keep: str | None = None) -> tuple[list[RankRecord], list[RankRecord]]:
-        """With taps: the records of rollout and trainer. `GateClosed` where tokens or logprobs
-        are not those of the pass without."""
-        self._session.start_taps(keep)
-        batch, logprobs = self._run()
-        records = self._session.finish_taps()
-        if batch != self._batch:
-            raise GateClosed("the rollout sampled other tokens from the same prompts and seeds")
-        for side, first, again in zip(
-            ("rollout", "trainer"), self._logprobs, logprobs, strict=True
-        ):
-            if _bytes(first) != _bytes(again):
-                raise GateClosed(f"the {side}'s logprobs of the same tokens did not repeat")
-        return records
-
-    def element(self, found: Found, slots: TokenSlots) -> Element | None:
-        """The first differing element of the row that was found, from a pass that stores it."""
-        token = (found.sequence, found.position)
-        # A cached token was computed by another sequence with the same prefix.
-        tokens = [token, *(t for t in slots.same_prefix(found.slot) if t != token)]
-        names = ";".join(f"{sequence},{position}" for sequence, position in tokens)
-        rollout, trainer = self.recorded(f"{found.place.tap.replace('.', ':')}:{names}")
-        return first_element(kept_rows(rollout, tokens), kept_rows(trainer, [token]))
-
-
-def _bytes(logprobs: Sequence[Any]) -> bytes:
-    return b"|".join(np.asarray(row, dtype=np.float32).tobytes() for row in logprobs)

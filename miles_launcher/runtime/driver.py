@@ -9,9 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from ..bisection import ENGINES, bisection_plan, replay_command
 from ..parity.gate import GateClosed
 from ..parity.report import REPORT_FILE, Report, read_steps
-from ..plan import LaunchPlan, read
+from ..plan import LaunchPlan, read, write
+from ..policy import CONTRACT_OFF
+from ..resolve import LaunchArgs
 from ..seeded_weights import ensure_seeded_weights
 from .checkpoints import newest_checkpoint
 from .cluster import Cluster, ProcessDied
@@ -20,13 +23,15 @@ from .loop import Loop
 from .progress import Progress, show_end
 from .session import Session
 
+BISECT_FOLDER = "bisect"
 EXACT, CONFIGURATION, GATE, DIED, INTERRUPTED = 0, 2, 3, 4, 130
 _VERSIONS = ("miles-launcher", "sglang", "megatron-core", "torch", "triton", "ray")
 
 
-def run_launch(plan_path: Path, parity_only: bool) -> int:
+def run_launch(plan_path: Path, parity_only: bool, bisect_on_mismatch: bool = False) -> int:
     """Run the plan in `plan_path`; returns 0 exact, 2 configuration, 3 gate closed, 4 a process
-    died, 130 interrupted. `report.json` beside the plan is complete in every case."""
+    died, 130 interrupted. `report.json` beside the plan is complete in every case. Where the gate
+    closed over a token, says how to bisect that batch, or does it."""
     plan = read(plan_path)
     out = Path(plan.paths.out)
     report = new_report(plan)
@@ -46,7 +51,27 @@ def run_launch(plan_path: Path, parity_only: bool) -> int:
     path = report.write(out)
     show_end(report, progress.console, path)
     assert report.exit_code is not None
+    if report.ended == "gate closed" and plan.contract != CONTRACT_OFF:
+        _after_mismatch(report, progress, out, bisect_on_mismatch)
     return report.exit_code
+
+
+def _after_mismatch(report: Report, progress: Progress, out: Path, bisect: bool) -> None:
+    if not report.steps or not report.steps[-1].mismatched_tokens:
+        return
+    progress.console.print(
+        f"this very batch, op by op: {replay_command(out)}", markup=False, soft_wrap=True
+    )
+    if not bisect:
+        return
+    from .bisect import BisectOptions, run_bisect
+
+    # The run's own settings were valid for the launch; a fault of ours here must not hide its end.
+    resolved, sides, _ = bisection_plan(
+        LaunchArgs(model="", out=out / BISECT_FOLDER), ",".join(ENGINES), out
+    )
+    path = write(resolved, out / BISECT_FOLDER)
+    run_bisect(path, BisectOptions(between=sides, replay=out))
 
 
 def new_report(plan: LaunchPlan) -> Report:
@@ -99,13 +124,15 @@ def _run(
 
 
 @contextmanager
-def running_cluster(plan: LaunchPlan, report: Report, progress: Progress) -> Iterator[Cluster]:
-    """Ray for the body, and no process of ours after it."""
+def running_cluster(
+    plan: LaunchPlan, report: Report, progress: Progress, *, trainers: bool = True
+) -> Iterator[Cluster]:
+    """Ray for the body, and no process of ours after it. trainers: whether there are any."""
     cluster = Cluster(
         device=plan.device,
         num_gpus=plan.num_gpus or 0,
         colocate=plan.cluster.colocate,
-        ranks=(plan.layout.rollout_tp, plan.trainer.world_size),
+        ranks=(plan.layout.rollout_tp, plan.trainer.world_size if trainers else 0),
     )
     with progress.phase("starting ray", report.start_seconds, "ray"):
         cluster.__enter__()

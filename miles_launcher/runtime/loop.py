@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..mismatch import WEIGHTS_FOLDER, write_mismatch
 from ..parity.compare import as_logprobs, compare
 from ..parity.gate import GateClosed, check_hook_calls, check_tokens
 from ..parity.report import Report, StepReport
@@ -23,8 +23,6 @@ from .progress import Progress
 from .rollout import Generation
 from .session import Session
 from .tokens import Tokenization
-
-MISMATCH_FILE = "mismatch.json"
 
 
 class Loop:
@@ -44,6 +42,8 @@ class Loop:
         self._report, self._progress = report, progress
         self._parity_only = parity_only
         self._out = Path(plan.paths.out)
+        # Where the weights lie that both sides hold; None once training has changed them.
+        self._weights: Path | None = model_path
         self._tokens = Tokenization(model_path)
         self._prompts = load_prompts(plan)
         self._ids = [self._tokens.encode(prompt) for prompt in self._prompts]
@@ -106,6 +106,7 @@ class Loop:
             result = session.train(
                 batch, group_advantages(rewards, run.samples_per_prompt), rollout
             )
+            self._weights = None
             step.loss, step.grad_norm = result["loss"], result["grad_norm"]
         with phase(f"step {step.step}: weight sync", step.seconds, "sync"):
             step.weights_digest = dict(session.sync_weights())
@@ -149,19 +150,18 @@ class Loop:
             check_hook_calls(
                 self._session.rollout_readbacks(),
                 qk_layernorm=self._plan.model.qk_layernorm,
-                attention_hooked=self._plan.device == "cpu",
+                attention_ours=self._plan.device == "cpu",
             )
 
     def _keep_batch(
         self, step: StepReport, batch: Batch, rollout: Sequence[Any], scores: Sequence[Any]
     ) -> None:
-        data = {
-            "step": step.step,
-            **asdict(batch),
-            "rollout_logprobs": [[float(x) for x in row] for row in rollout],
-            "trainer_logprobs": [[float(x) for x in row] for row in scores],
-        }
-        (self._out / MISMATCH_FILE).write_text(json.dumps(data) + "\n", encoding="utf-8")
+        weights = self._weights
+        if weights is None:
+            weights = self._out / WEIGHTS_FOLDER
+            with self._progress.phase("keeping the weights", step.seconds, "keep"):
+                self._session.save_weights(weights)
+        write_mismatch(self._out, step.step, asdict(batch), (rollout, scores), weights)
 
     def _choose(self, step: int) -> list[int]:
         """Prompt numbers of a step, each repeated for its samples: the file's order, around."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 
@@ -43,9 +44,13 @@ def _cells(step: StepReport) -> list[str]:
 class Progress:
     """Tells what runs now and for how long. On a terminal it redraws in place."""
 
-    def __init__(self, report: Report, console: Console | None = None) -> None:
+    def __init__(
+        self, report: Report, console: Console | None = None, *, steps: bool = True
+    ) -> None:
+        """steps: whether the run counts training steps."""
         self.console = console or Console(highlight=False)
-        self._report = report
+        self._report, self._steps = report, steps
+        self._bar: ProgressBar | None = None
         self._phase = ""
         self._since = time.monotonic()
         self._live: Live | None = None
@@ -70,13 +75,34 @@ class Progress:
         grid = Table.grid()
         if self._report.steps:
             grid.add_row(step_table(self._report))
-        done = sum(step.complete for step in self._report.steps)
-        planned = self._report.steps_planned
-        elapsed = time.monotonic() - self._since
-        grid.add_row(
-            Spinner("dots", f" {self._phase} ({elapsed:.0f} s)   {done} of {planned} steps done")
-        )
+        text = f" {self._phase} ({time.monotonic() - self._since:.0f} s)"
+        if self._steps:
+            done = sum(step.complete for step in self._report.steps)
+            text += f"   {done} of {self._report.steps_planned} steps done"
+        if self._bar is not None:
+            text += f"   {self._bar.completed:.0f} of {self._bar.total:.0f}"
+        grid.add_row(Spinner("dots", text))
+        if self._bar is not None:
+            grid.add_row(self._bar)
         return grid
+
+    @contextmanager
+    def counting(self, name: str, total: int) -> Iterator[Callable[[], None]]:
+        """Show how many of `total` are done; the body calls what it is given after each. Off a
+        terminal, a line at every tenth part."""
+        self._phase, self._since = name, time.monotonic()
+        self._bar = bar = ProgressBar(total=total, width=40)
+
+        def advance() -> None:
+            bar.update(bar.completed + 1)
+            part = max(1, total // 10)
+            if not self.console.is_terminal and (bar.completed % part == 0):
+                self.say(f"{name}: {bar.completed:.0f} of {total}")
+
+        try:
+            yield advance
+        finally:
+            self._bar = None
 
     @contextmanager
     def phase(self, name: str, seconds: dict[str, float], key: str) -> Iterator[None]:

@@ -10,8 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from ..devices import host_facts
 from ..parity.gate import GateClosed
-from ..parity.rows import RankRecord
+from .batch import Batch
+from .dumps import read_dump
 from .logs import redirect_output
 
 READBACK_KEY = "true_on_policy"
@@ -101,6 +105,10 @@ class RolloutEngine:
             "arguments": {key: value for key, value in info.items() if _plain(value)},
         }
 
+    def host_facts(self) -> dict[str, str | None]:
+        """This machine's driver, GPU capability and kernel package."""
+        return host_facts()
+
     def weights_digest(self) -> str | None:
         """Digest of the live weights over all ranks."""
         self._engine.collective_rpc(DIGEST_RPC)
@@ -109,27 +117,37 @@ class RolloutEngine:
             raise RuntimeError(f"rollout ranks report different weights digests: {digests}")
         return digests.pop()
 
-    def start_taps(self, keep: str | None = None) -> None:
-        """Record the rows of every tap in every rank, from an empty prefix cache on."""
+    def rescore(self, batch: Batch, request_ids: Sequence[str]) -> list[np.ndarray]:
+        """Logprobs of every response token as a prefill of the whole sequences gives them, at
+        temperature 1: one fp32 array a sequence."""
+        outputs = self._engine.generate(
+            input_ids=[list(tokens) for tokens in batch.tokens],
+            sampling_params=[{"max_new_tokens": 1, "temperature": 1.0, "sampling_seed": 0}]
+            * len(batch),
+            return_logprob=True,
+            logprob_start_len=[length - 1 for length in batch.prompt_lengths],
+            rid=list(request_ids),
+        )
+        scores = []
+        for output, length in zip(outputs, batch.response_lengths, strict=True):
+            pairs = output["meta_info"]["input_token_logprobs"]
+            scores.append(np.asarray([p[0] for p in pairs[len(pairs) - length :]], np.float32))
+        return scores
+
+    def start_taps(self, keep: str | None = None, fault: str | None = None) -> None:
+        """Record the rows of every tap in every rank, from an empty prefix cache on; `fault` is
+        injected until they are finished."""
         self._engine.flush_cache()
-        self._engine.collective_rpc(START_TAPS_RPC, **({} if keep is None else {"keep": keep}))
+        given = {"keep": keep, "fault": fault}
+        self._engine.collective_rpc(
+            START_TAPS_RPC, **{name: text for name, text in given.items() if text is not None}
+        )
 
-    def finish_taps(self, tp_size: int) -> list[RankRecord]:
-        """Stop recording; one record a rank. `ValueError` naming a rank that left none."""
-        import torch
-
+    def finish_taps(self, tp_size: int) -> list[dict[str, Any]]:
+        """Stop recording; the dump of every rank (`sglang_patch.ops.taps.TapLog.dump`)."""
         with tempfile.TemporaryDirectory() as folder:
             self._engine.collective_rpc(SAVE_TAPS_RPC, folder=folder)
-            records = []
-            for rank in range(tp_size):
-                path = Path(folder) / f"rank-{rank}.pt"
-                if not path.is_file():
-                    raise ValueError(f"rollout rank {rank} of {tp_size} left no record of its taps")
-                taps = torch.load(path, weights_only=True)
-                records.append(
-                    RankRecord("rollout", rank, {name: rows.numpy() for name, rows in taps.items()})
-                )
-        return records
+            return [read_dump(Path(folder) / f"rank-{rank}.pt") for rank in range(tp_size)]
 
     def update_weights(self, named_tensors: list[tuple[str, Any]]) -> None:
         """Load new weights by the engine's own interface and drop every cached key and value."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..conformance.live import check_live
 from ..parity.gate import check_arguments, check_readbacks, check_weights
 from ..parity.rows import RankRecord
 from ..plan import LaunchPlan
@@ -28,8 +29,9 @@ class Session:
         self._rollout: Role
         self._trainers: list[Role] = []
 
-    def start(self, model_path: str) -> None:
-        """Start all roles together and wait until every one is up."""
+    def start(self, model_path: str, *, trainers: bool = True) -> None:
+        """Start all roles together (without `trainers`: the engine alone) and wait until every one
+        is up."""
         plan, cluster = self._plan, self._cluster
         timeout = plan.cluster.start_timeout
         cluster.place(timeout)
@@ -42,7 +44,7 @@ class Session:
             logs / "rollout.log",
             {**plan.rollout.env, **_visible(gpus, cluster.rollout_bundles())},
         )
-        for rank in range(plan.trainer.world_size):
+        for rank in range(plan.trainer.world_size if trainers else 0):
             bundle = cluster.trainer_bundle(rank)
             role = cluster.start(
                 f"trainer rank {rank}",
@@ -56,8 +58,10 @@ class Session:
         pids = cluster.wait([(r, r.actor.pid.remote()) for r in roles], timeout=timeout)
         for role, pid in zip(roles, pids, strict=True):
             role.pids.append(pid)
-        first = self._trainers[0]
-        address, port = cluster.call(first, first.actor.rendezvous.remote(), timeout=timeout)
+        address, port = "", 0
+        if trainers:
+            first = self._trainers[0]
+            address, port = cluster.call(first, first.actor.rendezvous.remote(), timeout=timeout)
         kwargs = {**plan.rollout.engine_kwargs, "model_path": model_path}
         starting = [(self._rollout, self._rollout.actor.start.remote(kwargs))]
         starting += [
@@ -73,8 +77,24 @@ class Session:
         check_arguments(self._plan.rollout.expected_readback, live["arguments"])
         if not self.patched:
             return {}
+        if not self._trainers:
+            # The engine alone: its ranks among themselves.
+            return self._certified(
+                check_readbacks(live["ranks"], live["ranks"], self._plan.layout.rollout_tp)
+            )
         trainer = self._on_trainers("readback")
-        return check_readbacks(live["ranks"], trainer, self._plan.layout.rollout_tp)
+        return self._certified(
+            check_readbacks(live["ranks"], trainer, self._plan.layout.rollout_tp)
+        )
+
+    def _certified(self, fingerprints: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """The fingerprints, where the plan's certificate (if it has one) is about these ranks."""
+        if self._plan.certificate is not None:
+            roles = [self._rollout, *self._trainers]
+            facts = self._cluster.wait([(r, r.actor.host_facts.remote()) for r in roles])
+            hosts = {role.name: fact for role, fact in zip(roles, facts, strict=True)}
+            check_live(self._plan.certificate, fingerprints, hosts)
+        return fingerprints
 
     def rollout_readbacks(self) -> list[dict[str, Any]]:
         """One report per scheduler rank."""
@@ -96,6 +116,11 @@ class Session:
     def score(self, batch: Batch) -> list[Any]:
         """The trainer's fp32 logprobs of every response token, one array a sequence."""
         scores: list[Any] = self._on_trainers("score", batch, self._plan.run.temperature)[0]
+        return scores
+
+    def rescore(self, batch: Batch, request_ids: Sequence[str]) -> list[Any]:
+        """The engine's own logprobs of every response token, from a prefill of whole sequences."""
+        scores: list[Any] = self._rollout_call("rescore", batch, request_ids)
         return scores
 
     def train(
@@ -126,16 +151,29 @@ class Session:
         check_weights(theirs, mine)
         return {"rollout": theirs, "trainer": mine}
 
-    def start_taps(self, keep: str | None = None) -> None:
-        """Record the rows of every tap on both sides; `keep` names rows to store whole."""
-        self._rollout_call("start_taps", keep)
-        self._on_trainers("start_taps", keep)
+    def start_rollout_taps(self, keep: str | None = None, fault: str | None = None) -> None:
+        """Record the rows of every tap in the engine, from an empty prefix cache on; `keep` names
+        rows to store whole, `fault` is injected meanwhile."""
+        self._rollout_call("start_taps", keep, fault)
 
-    def finish_taps(self) -> tuple[list[RankRecord], list[RankRecord]]:
-        """Stop recording; the records of the rollout's ranks and of the trainer's."""
-        rollout: list[RankRecord] = self._rollout_call("finish_taps", self._plan.layout.rollout_tp)
-        trainer = self._on_trainers("finish_taps")
-        return rollout, [RankRecord("trainer", r["tp_rank"], r["taps"]) for r in trainer]
+    def start_trainer_taps(self, keep: str | None = None, fault: str | None = None) -> None:
+        """The same in the trainer."""
+        self._on_trainers("start_taps", keep, fault)
+
+    def finish_rollout_taps(self, side: str = "rollout") -> list[RankRecord]:
+        """Stop recording; the records of the engine's ranks."""
+        dumps = self._rollout_call("finish_taps", self._plan.layout.rollout_tp)
+        return [RankRecord.of(side, rank, dump) for rank, dump in enumerate(dumps)]
+
+    def finish_trainer_taps(self) -> list[RankRecord]:
+        """Stop recording; the records of the trainer's ranks."""
+        dumps = self._on_trainers("finish_taps")
+        return [RankRecord.of("trainer", dump["tp_rank"], dump["taps"]) for dump in dumps]
+
+    def save_weights(self, folder: Path) -> None:
+        """Write the trainer's weights alone as a Hugging Face folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._on_trainers("save_hf", str(folder))
 
     def save(self, folder: Path) -> None:
         """Write the weights as a Hugging Face folder, and the optimizer beside them."""

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
+from ..devices import host_facts
 from ..plan import LaunchPlan
 from .logs import redirect_output
 
@@ -22,6 +23,10 @@ class TrainerActor:
     def pid(self) -> int:
         """This process."""
         return os.getpid()
+
+    def host_facts(self) -> dict[str, str | None]:
+        """This machine's driver, GPU capability and kernel package."""
+        return host_facts()
 
     def rendezvous(self) -> tuple[str, int]:
         """(address, free port) of this node, for rank 0."""

@@ -23,6 +23,7 @@ from megatron_patch.ops.formats import DTYPES
 from megatron_patch.schema import DEFAULT_CONTRACT, padded_vocabulary
 
 from .batch import Batch
+from .dumps import as_arrays
 from .trainer_config import CONTRACT_OFF, TrainerRankConfig
 from .trainer_steps import PolicySteps, StockSteps
 
@@ -266,27 +267,34 @@ class TrainerRank:
 
         return {**place, **readback(self.model.config, self.device)}
 
-    def start_taps(self, keep: str | None = None) -> None:
-        """Record the rows of every tap; `ValueError` for the stock control, which has none."""
+    def start_taps(self, keep: str | None = None, fault: str | None = None) -> None:
+        """Record the rows of every tap; `fault` is injected until they are finished. `ValueError`
+        for the stock control, which has no taps."""
         from megatron.core import parallel_state
 
+        from megatron_patch import faults
         from megatron_patch.taps import start_taps
 
         if self.config.contract == CONTRACT_OFF:
             raise ValueError("contract off: stock layers have no taps")
         rank = parallel_state.get_tensor_model_parallel_rank()
+        if fault is not None:
+            faults.set_fault(faults.parse_fault(fault), rank)
         start_taps(self.shape, rank, self.config.tensor_parallel_size, keep)
 
     def finish_taps(self) -> dict[str, Any]:
-        """Stop recording: `tp_rank`, and `taps`, an int64 array per name (`TapLog.dump`)."""
+        """Stop recording, and injecting all but the configured fault: `tp_rank`, and `taps`, the
+        dump as arrays (`TapLog.dump`)."""
         from megatron.core import parallel_state
 
+        from megatron_patch import faults
         from megatron_patch.taps import finish_taps
 
-        return {
-            "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
-            "taps": {name: rows.numpy() for name, rows in finish_taps().items()},
-        }
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        dump = as_arrays(finish_taps())
+        configured = self.config.fault
+        faults.set_fault(None if configured is None else faults.parse_fault(configured), rank)
+        return {"tp_rank": rank, "taps": dump}
 
     def shutdown(self) -> None:
         """Leave the process group; the object is of no further use. Safe to call twice."""

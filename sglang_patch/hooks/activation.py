@@ -16,6 +16,7 @@ def forward(original: Callable[..., Any], self: Any, x: torch.Tensor, *args: Any
     """x: [tokens, 2 * intermediate_local] bf16, gate first -> [tokens, intermediate_local]."""
     if args:
         raise ValueError("silu_mul: a clamp limit is not part of the contract")
+    state.entering("silu_mul", x)
     return state.tap("silu_mul", silu_mul(x.contiguous()))
 
 

@@ -1,7 +1,8 @@
-"""Attention: the reference on a CPU; on a GPU the engine's FA3 with one split, unhooked.
+"""Attention: the reference on a CPU; on a GPU the engine's own FA3 with one split.
 
-Upstream surfaces: `TorchNativeAttnBackend._run_sdpa_forward_extend` and `_run_sdpa_forward_decode`,
-which call PyTorch's scaled_dot_product_attention, whose bits depend on the batch.
+Upstream surfaces: `RadixAttention.forward`, whose tensors are tapped and which is counted on every
+device; `TorchNativeAttnBackend._run_sdpa_forward_extend` and `_run_sdpa_forward_decode`, which call
+PyTorch's scaled_dot_product_attention, whose bits depend on the batch.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _run(
         key_lengths=key_lengths,
         scale=scale,
     )
-    output.copy_(state.tap("attention", out))
+    output.copy_(out)
     return output
 
 
@@ -115,8 +116,33 @@ def decode(
     )
 
 
+def forward(
+    original: Callable[..., torch.Tensor],
+    self: Any,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    forward_batch: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """q: [tokens, heads * head_dim] bf16; k, v: [tokens, kv_heads * head_dim] of this pass, before
+    they enter the cache. The backend's own attention runs; what enters and leaves it is tapped."""
+    if k is None or v is None:
+        raise ValueError(f"layer {self.layer_id}: attention on another layer's keys and values")
+    for name, tensor in (("query", q), ("key", k), ("value", v)):
+        state.entering("attention", tensor, self.layer_id, name)
+    return state.tap("attention", original(self, q, k, v, forward_batch, *args, **kwargs))
+
+
 _CLASS = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 HOOKS = (
+    Hook(
+        name="attention",
+        target="sglang.srt.layers.radix_attention.RadixAttention.forward",
+        digest="eac55d011907e247",
+        replacement=forward,
+    ),
     Hook(
         name="attention_extend",
         target=f"{_CLASS}._run_sdpa_forward_extend",

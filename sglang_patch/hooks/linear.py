@@ -25,7 +25,8 @@ def apply(
 ) -> torch.Tensor:
     """A linear whose K no rank cuts; x: [tokens, K] bf16 -> [tokens, N] bf16."""
     place = layer.true_on_policy_place
-    return state.tap(place.op, linear(x, layer.weight, bias), place.layer)
+    state.entering(place.op, x, place.layer)
+    return state.tap(place.op, linear(x, layer.weight, bias))
 
 
 def row_forward(
@@ -50,13 +51,11 @@ def row_forward(
     if self.skip_bias_add and self.bias is not None:
         raise ValueError(f"layer {place.layer} {place.op}: the contract says where the bias goes")
     live = state.require()
-    if place.op == "o_proj" and input_.is_cuda:
-        # On a GPU attention itself is the engine's and has no hook: its result is met here.
-        input_ = state.tap("attention", input_, place.layer)
+    state.entering(place.op, input_, place.layer)
     out = row_linear(
         input_, self.weight, self.bias, reduction=self.true_on_policy_reduction, ranks=live.ranks
     )
-    return state.tap(place.op, out, place.layer), None
+    return state.tap(place.op, out), None
 
 
 HOOKS = (

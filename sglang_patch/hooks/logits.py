@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import state
 from ..ops import linear, log_softmax
+from ..ops.taps import PROMPT
 from .target import Hook
 
 
@@ -30,6 +31,7 @@ def lm_head(
         raise ValueError("lm_head: bias, scale and soft cap are not part of the contract")
     live = state.require()
     live.layer = None
+    state.entering("lm_head", hidden_states)
     logits = linear(
         hidden_states, lm_head.weight, out_dtype=live.policy.contract.logprob.logits_dtype
     )
@@ -37,7 +39,12 @@ def lm_head(
 
 
 class _ContractLogSoftmax(TorchFunctionMode):
-    """Inside: `torch.nn.functional.log_softmax` is the contract's."""
+    """Inside: `torch.nn.functional.log_softmax` is the contract's. targets: [rows] the token whose
+    logprob each row is for, over all calls."""
+
+    def __init__(self, targets: torch.Tensor) -> None:
+        super().__init__()
+        self._targets, self._done = targets, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -47,13 +54,45 @@ class _ContractLogSoftmax(TorchFunctionMode):
         assert kwargs.get("dim") == -1, kwargs
         live = state.require()
         live.calls["prompt_log_softmax"] += 1
-        return log_softmax(logits.float(), live.policy.vocabulary(logits.shape[-1]))
+        first, self._done = self._done, self._done + logits.shape[0]
+        vocabulary = live.policy.vocabulary(logits.shape[-1])
+        if not logits.shape[0] or (live.taps is None and live.fault is None):
+            return log_softmax(logits.float(), vocabulary)
+        live.layer = None
+        state.record("temperature", logits, "input", stream=PROMPT, gathered=True)
+        # A temperature of 1 divides exactly: what enters is what leaves.
+        scaled = state.tap("temperature", logits.float(), stream=PROMPT, gathered=True)
+        logprobs = log_softmax(scaled, vocabulary)
+        targets = self._targets[first : self._done].long().unsqueeze(1)
+        chosen = state.tap("logprob", logprobs.gather(1, targets), stream=PROMPT)
+        return logprobs.scatter(1, targets, chosen)
 
 
-def prompt_logprobs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def prompt_logprobs(
+    original: Callable[..., Any],
+    self: Any,
+    pruned_states: torch.Tensor,
+    sample_indices: torch.Tensor,
+    input_logprob_indices: torch.Tensor,
+    token_to_seq_idx: list[int],
+    lm_head: Any,
+    get_logits_fn: Callable[..., Any],
+    logits_metadata: Any,
+    chunk_size: int,
+) -> Any:
     """Logprobs of prompt tokens in the contract's order (at temperature 1, as SGLang has them)."""
-    with _ContractLogSoftmax():
-        return original(*args, **kwargs)
+    with _ContractLogSoftmax(logits_metadata.extend_input_logprob_token_ids_gpu):
+        return original(
+            self,
+            pruned_states,
+            sample_indices,
+            input_logprob_indices,
+            token_to_seq_idx,
+            lm_head,
+            get_logits_fn,
+            logits_metadata,
+            chunk_size,
+        )
 
 
 HOOKS = (

@@ -35,8 +35,10 @@ def forward(
     stream_in = None if residual is None else residual.float()
     out, stream = rms_norm(x.contiguous(), self.weight, self.variance_epsilon, residual=stream_in)
     if place.op not in ("q_norm", "k_norm"):
-        # Their rows are heads here; `qk_norm` taps them as rows of tokens.
-        out = state.tap(place.op, out, place.layer)
+        # (The rows of those are heads here; `qk_norm` taps them as rows of tokens.)
+        # What is normalised is the sum; the trainer has it as one tensor, and so it is compared.
+        state.entering(place.op, stream, place.layer)
+        out = state.tap(place.op, out)
     return out if residual is None else (out, stream)
 
 
@@ -59,9 +61,11 @@ def qk_norm(
     allow_inplace: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Per-head norms; q: [tokens, heads * head_dim] bf16, k likewise."""
+    layer = q_norm.true_on_policy_place.layer
+    state.entering("q_norm", q, layer)
+    state.entering("k_norm", k, layer)
     query = q_norm(q.reshape(-1, head_dim)).view(q.shape)
     key = k_norm(k.reshape(-1, head_dim)).view(k.shape)
-    layer = q_norm.true_on_policy_place.layer
     return state.tap("q_norm", query, layer), state.tap("k_norm", key, layer)
 
 

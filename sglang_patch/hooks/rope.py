@@ -61,6 +61,8 @@ def forward(
     if self.cos_sin_cache.dtype != torch.float32:
         raise ValueError(f"rope: the table was cast to {self.cos_sin_cache.dtype}; it is float32")
     tokens = positions.numel()
+    state.entering("rope", query)
+    state.entering("rope_k", key)
     rotated_q, rotated_k = rope(
         query.reshape(tokens, -1, self.head_size),
         key.reshape(tokens, -1, self.head_size),

@@ -61,7 +61,10 @@ def forward(
     _check(sampling_info)
     live = state.require()
     logits = logits_output.next_token_logits
+    live.layer = None
+    state.record("temperature", logits, "input", gathered=True)
     scaled = temperature_logits(logits, sampling_info.temperatures)
+    scaled = state.tap("temperature", scaled, gathered=True)
     logprobs = log_softmax(scaled, live.policy.vocabulary(logits.shape[-1]))
     if sampling_info.is_all_greedy:
         token_ids = torch.argmax(scaled, dim=-1).to(torch.int32)
@@ -72,10 +75,10 @@ def forward(
         # A greedy request in a mixed batch arrives as top_k = 1.
         greedy = torch.argmax(scaled, dim=-1).to(torch.int32)
         token_ids = torch.where(sampling_info.top_ks == 1, greedy, token_ids)
-    live.layer = None
-    logprobs = state.flip("logprob", logprobs)
-    if live.taps is not None:
-        state.record("logprob", logprobs.gather(1, token_ids.long().unsqueeze(1)))
+    if live.taps is not None or live.fault is not None:
+        # The tapped row is the one number that the trainer computes too.
+        chosen = token_ids.long().unsqueeze(1)
+        logprobs = logprobs.scatter(1, chosen, state.tap("logprob", logprobs.gather(1, chosen)))
     if return_logprob:
         result = self.output_logprob_processor.compute_logprobs(
             logprobs, top_logprobs_nums, token_ids_logprobs, token_ids

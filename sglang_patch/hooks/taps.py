@@ -24,12 +24,16 @@ def sequence_of(request_id: str) -> int:
 
 
 def token_rows(
-    request_ids: Sequence[str], lengths: Sequence[int], positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """([rows, 2], [requests, 2]) int64: (sequence, position) of every row and of each request's
-    last, the one that is sampled from. lengths: rows of each request; positions: [rows].
+    request_ids: Sequence[str],
+    lengths: Sequence[int],
+    positions: torch.Tensor,
+    scored_from: Sequence[int] | None = None,
+) -> dict[str, torch.Tensor]:
+    """(sequence, position), [n, 2] int64, of the rows of each stream of a pass (`ops.taps`).
 
-    Raises `ValueError` where the lengths do not add up to the rows.
+    lengths: rows of each request; positions: [rows]; scored_from: for each request the row from
+    which on the next token is scored too, its number of rows for none (None: of no request). The
+    last row of a request is sampled from. Raises `ValueError` where the lengths do not add up.
     """
     sequences = torch.tensor([sequence_of(request_id) for request_id in request_ids])
     counts = torch.tensor(lengths)
@@ -39,7 +43,13 @@ def token_rows(
             f"{positions.shape[0]}; padded passes cannot be recorded"
         )
     rows = torch.stack((sequences.repeat_interleave(counts), positions.to(torch.int64)), dim=1)
-    return rows, rows[counts.cumsum(0) - 1]
+    last = counts.cumsum(0) - 1
+    starts = counts if scored_from is None else torch.tensor(scored_from)
+    within = torch.arange(rows.shape[0]) - (last + 1 - counts).repeat_interleave(counts)
+    prompt = within >= starts.repeat_interleave(counts)
+    head = prompt.clone()
+    head[last] = True
+    return {"tokens": rows, "head": rows[head], "scored": rows[last], "prompt": rows[prompt]}
 
 
 def forward(
@@ -48,9 +58,13 @@ def forward(
     """One forward pass; with taps on, its rows are named first."""
     taps = state.require().taps
     if taps is not None and not forward_batch.forward_mode.is_idle():
-        extend = forward_batch.forward_mode.is_extend()
-        lengths = forward_batch.extend_seq_lens_cpu if extend else [1] * len(forward_batch.rids)
-        taps.at(*token_rows(forward_batch.rids, lengths, forward_batch.positions.cpu()))
+        lengths, scored_from = [1] * len(forward_batch.rids), None
+        if forward_batch.forward_mode.is_extend():
+            lengths = forward_batch.extend_seq_lens_cpu
+            if forward_batch.return_logprob:
+                scored_from = forward_batch.extend_logprob_start_lens_cpu
+        positions = forward_batch.positions.cpu()
+        taps.at(**token_rows(forward_batch.rids, lengths, positions, scored_from))
     return original(self, forward_batch, *args, **kw)
 
 

@@ -20,7 +20,7 @@ LAYER_OPS = (
     "silu_mul",
     "down_proj",
 )
-FINAL_OPS = ("embedding", "final_norm", "lm_head", "logprob")
+FINAL_OPS = ("embedding", "final_norm", "lm_head", "temperature", "logprob")
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -16,8 +16,9 @@ from megatron_models import SHAPES, batch_for
 
 from megatron_patch.ops.fault import FINAL_OPS, LAYER_OPS
 from megatron_patch.parallel import pack
-from miles_launcher.parity.bisect import compare_rows
-from miles_launcher.parity.rows import SCORED_OPS, Place, RankRecord, TokenSlots, data_flow
+from miles_launcher.parity.bisect import Flow, compare_rows
+from miles_launcher.parity.flow import SCORED_OPS, Place, data_flow
+from miles_launcher.parity.rows import RankRecord, TokenSlots
 
 LAYOUTS = [(2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2)]
 ROW = 2
@@ -31,7 +32,7 @@ def run(ranks: Any, model_folder: Any, name: str, layout: Any, places: Any = ())
 
 def records(results: list[dict[str, Any]], number: int | None = None) -> list[RankRecord]:
     return [
-        RankRecord("trainer", r["tp_rank"], r["taps"] if number is None else r["faulty"][number])
+        RankRecord.of("trainer", r["tp_rank"], r["taps"] if number is None else r["faulty"][number])
         for r in results
     ]
 
@@ -42,9 +43,10 @@ def slots(name: str) -> TokenSlots:
     return TokenSlots(batch.tokens, batch.prompt_lengths)
 
 
-def flow(name: str) -> tuple[Place, ...]:
+def flow(name: str) -> Flow:
     shape = SHAPES[name]
-    return data_flow(shape.num_hidden_layers, shape.qk_layernorm)
+    places = data_flow(shape.num_hidden_layers, shape.qk_layernorm)
+    return Flow(places, shape.num_hidden_layers, shape.qk_layernorm)
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +79,12 @@ def test_rows_are_the_same_at_every_layout_and_taps_change_no_bits(
     for result in results:
         plain, tapped = np.concatenate(result["plain"]), np.concatenate(result["tapped"])
         assert plain.size and np.array_equal(plain.view(np.int32), tapped.view(np.int32))
-    ops, found = compare_rows(
+    result = compare_rows(
         single(name), records(results), (1, layout[0]), flow(name), slots(name)
     )
-    assert found is None, found
-    assert len(ops) == len(flow(name)) and all(op.compared > 0 for op in ops)
+    assert result.found is None, result.found
+    assert len(result.ops) == len(flow(name).places)
+    assert all(op.compared > 0 for op in result.ops)
 
 
 def first_token(place: Place, name: str, cp: int) -> tuple[int, int]:
@@ -115,15 +118,16 @@ def test_a_fault_at_any_tap_is_named_exactly(
     wanted += [Place(None, op) for op in FINAL_OPS]
     # On the last tensor-parallel rank; the head's largest logit may be on any, so on the first.
     places = [
-        f"{place.tap.replace('.', ':')}:{0 if place.layer is None else layout[0] - 1}:{ROW}"
+        f"{'final' if place.layer is None else place.layer}:{place.op}"
+        f":{0 if place.layer is None else layout[0] - 1}:{ROW}"
         for place in wanted
     ]
     results = run(ranks, model_folder, "small", layout, places)
     wrong = []
     for number, place in enumerate(wanted):
-        _, found = compare_rows(
+        found = compare_rows(
             single("small"), records(results, number), (1, layout[0]), flow("small"), slots("small")
-        )
+        ).found
         token = first_token(place, "small", layout[2])
         if found is None or (found.place, (found.position, found.sequence)) != (place, token):
             wrong.append((place, token, found))

@@ -12,6 +12,7 @@ from sglang_patch.contracts import SGLangRuntimePolicy
 from sglang_patch.hooks.taps import REQUEST_PREFIX, token_rows
 from sglang_patch.ops.digest import row_digests
 from sglang_patch.ops.fault import FINAL_OPS, LAYER_OPS
+from sglang_patch.ops.tap_layout import INPUTS, layout_of
 from sglang_patch.ops.taps import TapLog, TapShape, parse_kept, tap_columns, tap_name
 from sglang_patch.schema import get_contract
 
@@ -91,36 +92,99 @@ def test_what_does_not_fit_is_refused() -> None:
         row_digests(rows(2, 4), torch.arange(3))
     with pytest.raises(ValueError, match="float64 is not a 16- or 32-bit format"):
         row_digests(rows(2, 4).double(), torch.arange(4))
-    with pytest.raises(ValueError, match="tap silu_mul: rank 0 of 2 has rows of 48"):
+    with pytest.raises(ValueError, match="layout silu_mul: rank 0 of 2 has rows of 48"):
         tap_columns("silu_mul", SHAPE, 0, 2, 48)
     log = TapLog(SHAPE)
-    log.at(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64))
-    with pytest.raises(ValueError, match="tap 1.o_proj: 4 rows where 3 tokens were announced"):
+    with pytest.raises(ValueError, match="3 rows before any pass was announced"):
+        log.record(1, "o_proj", rows(3, 16))
+    log.at(torch.zeros(3, 2, dtype=torch.int64), head=torch.zeros(1, 2, dtype=torch.int64))
+    with pytest.raises(ValueError, match="4 rows from row 0 on, where 3 tokens .* for tokens"):
         log.record(1, "o_proj", rows(4, 16))
-    with pytest.raises(ValueError, match="tap final.lm_head: 3 rows where 1"):
+    with pytest.raises(ValueError, match="tap final.lm_head.output: 3 rows .* where 1 tokens"):
         log.record(None, "lm_head", rows(3, 64))
 
 
+def test_rows_of_the_head_may_come_in_parts_and_of_no_more_than_were_announced() -> None:
+    log = TapLog(SHAPE)
+    head = torch.tensor([[0, 4], [0, 5], [1, 2]])
+    log.at(torch.zeros(7, 2, dtype=torch.int64), head=head)
+    values = rows(3, 64)
+    log.record(None, "lm_head", values[:2])
+    log.record(None, "lm_head", values[2:])
+    tap = log.dump()["taps"]["final.lm_head.output"]
+    assert tap["spans"].tolist() == [[1, 0, 0, 2], [1, 0, 2, 1]]
+    whole = TapLog(SHAPE)
+    whole.at(torch.zeros(7, 2, dtype=torch.int64), head=head)
+    whole.record(None, "lm_head", values)
+    assert torch.equal(whole.dump()["taps"]["final.lm_head.output"]["digests"], tap["digests"])
+    with pytest.raises(ValueError, match="1 rows from row 3 on"):
+        log.record(None, "lm_head", values[:1])
+
+
+def test_memory_of_a_whole_model_of_4_096_tokens() -> None:
+    """Eight bytes a row and tap: what a rank holds does not grow with the width of the rows."""
+    log = TapLog(SHAPE)
+    tokens = torch.stack((torch.zeros(512, dtype=torch.int64), torch.arange(512)), dim=1)
+    values = {op: rows(512, WIDTHS.get(op, 16)) for op in LAYER_OPS}
+    for _ in range(8):
+        log.at(tokens)
+        for layer in range(36):
+            for op in LAYER_OPS:
+                log.record(layer, op, values[op])
+    dump = log.dump()
+    stored = sum(t["digests"].nbytes + t["spans"].nbytes for t in dump["taps"].values())
+    stored += sum(part.nbytes for parts in dump["passes"].values() for part in parts)
+    assert len(dump["taps"]) == 36 * len(LAYER_OPS)
+    assert stored < 36 * len(LAYER_OPS) * 4096 * 9
+
+
 def test_rows_of_no_token_are_left_out_and_asked_rows_are_kept() -> None:
-    log = TapLog(SHAPE, kept=parse_kept("1:o_proj:0,4;2,1"))
-    log.at(torch.tensor([[0, 3], [-1, 0], [2, 1]]), torch.tensor([[2, 1]]))
+    kept = parse_kept('{"outputs": [[0, 4], [2, 1]], "taps": {"1.qkv_proj.input": [[0, 3]]}}')
+    log = TapLog(SHAPE, kept=kept)
+    log.at(torch.tensor([[0, 3], [-1, 0], [2, 1]]))
     values = rows(3, 16)
     log.record(1, "o_proj", values)
-    log.record(0, "o_proj", values)
+    log.record(1, "qkv_proj", values, "input")
+    log.record(0, "qkv_proj", values, "input")
     dump = log.dump()
-    assert set(dump) == {"1.o_proj", "0.o_proj", "row.2.2.1"}
-    assert dump["1.o_proj"][:, :2].tolist() == [[0, 3], [2, 1]]
-    assert dump["row.2.2.1"][0].tolist() == list(range(16))
-    assert dump["row.2.2.1"][1].tolist() == values[2].view(torch.int16).tolist()
+    assert set(dump["taps"]) == {"1.o_proj.output", "1.qkv_proj.input", "0.qkv_proj.input"}
+    assert dump["passes"]["tokens"][0].tolist() == [[0, 3], [-1, 0], [2, 1]]
+    assert set(dump["rows"]) == {"1.o_proj.output", "1.qkv_proj.input"}
+    row = dump["rows"]["1.o_proj.output"]
+    assert row["tokens"].tolist() == [[2, 1]]
+    assert row["columns"].tolist() == list(range(16))
+    assert row["bits"].tolist() == values[2:].view(torch.int16).tolist()
+    assert dump["rows"]["1.qkv_proj.input"]["tokens"].tolist() == [[0, 3]]
+
+
+def test_a_gathered_row_has_the_digest_of_its_shards() -> None:
+    logits = rows(2, 64, torch.float32)
+    names = torch.tensor([[0, 0], [0, 1]])
+    shards = []
+    for rank in range(2):
+        log = TapLog(SHAPE, rank, 2)
+        log.at(names, scored=names)
+        log.record(None, "temperature", logits.chunk(2, dim=1)[rank])
+        shards.append(log.dump()["taps"]["final.temperature.output"])
+    log = TapLog(SHAPE, 1, 2)
+    log.at(names, scored=names)
+    log.record(None, "temperature", logits[:, :50], gathered=True)
+    whole = log.dump()["taps"]["final.temperature.output"]
+    assert whole["whole"] and not shards[0]["whole"]
+    assert torch.equal(whole["digests"], shards[0]["digests"] + shards[1]["digests"])
 
 
 def test_names_of_rows_in_prefill_and_decode() -> None:
     names = [f"{REQUEST_PREFIX}3-1", "warm-up", f"{REQUEST_PREFIX}0-1"]
-    tokens, last = token_rows(names, [2, 1, 3], torch.tensor([4, 5, 0, 0, 1, 2]))
-    assert tokens.tolist() == [[3, 4], [3, 5], [-1, 0], [0, 0], [0, 1], [0, 2]]
-    assert last.tolist() == [[3, 5], [-1, 0], [0, 2]]
-    tokens, last = token_rows(names, [1, 1, 1], torch.tensor([6, 1, 3]))
-    assert tokens.tolist() == last.tolist() == [[3, 6], [-1, 1], [0, 3]]
+    found = token_rows(names, [2, 1, 3], torch.tensor([4, 5, 0, 0, 1, 2]))
+    assert found["tokens"].tolist() == [[3, 4], [3, 5], [-1, 0], [0, 0], [0, 1], [0, 2]]
+    assert found["scored"].tolist() == found["head"].tolist() == [[3, 5], [-1, 0], [0, 2]]
+    assert found["prompt"].tolist() == []
+    found = token_rows(names, [1, 1, 1], torch.tensor([6, 1, 3]))
+    assert found["tokens"].tolist() == found["scored"].tolist() == [[3, 6], [-1, 1], [0, 3]]
+    found = token_rows(names, [2, 1, 3], torch.tensor([4, 5, 0, 0, 1, 2]), [2, 1, 1])
+    assert found["head"].tolist() == [[3, 5], [-1, 0], [0, 1], [0, 2]]
+    assert found["prompt"].tolist() == [[0, 1], [0, 2]]
     with pytest.raises(ValueError, match="the pass has 4; padded passes cannot be recorded"):
         token_rows(names, [1, 1, 1], torch.tensor([6, 1, 3, 0]))
 
@@ -139,15 +203,22 @@ def test_a_tap_hands_on_the_same_tensor_on_and_off(live: state.RuntimeState) -> 
     kept = values.clone()
     assert state.tap("o_proj", values, 1) is values
     live.taps = TapLog(SHAPE)
-    live.taps.at(torch.tensor([[0, 0], [0, 1]]), torch.tensor([[0, 1]]))
+    live.taps.at(torch.tensor([[0, 0], [0, 1]]))
     assert state.tap("o_proj", values, 1) is values
     assert state.tap("final_norm", values) is values
     assert torch.equal(values.view(torch.int16), kept.view(torch.int16))
-    assert set(live.taps.dump()) == {"1.o_proj", "final.final_norm"}
+    assert set(live.taps.dump()["taps"]) == {"1.o_proj.output", "final.final_norm.output"}
 
 
 def test_every_op_has_a_name_and_columns() -> None:
     names = {tap_name(3, op) for op in (*LAYER_OPS, *FINAL_OPS)}
-    assert names == {f"3.{op}" for op in LAYER_OPS} | {f"final.{op}" for op in FINAL_OPS}
-    for op in {*LAYER_OPS, *FINAL_OPS} - WIDTHS.keys():
-        assert tap_columns(op, SHAPE, 1, 2, 16).tolist() == list(range(16))
+    assert names == {f"3.{op}.output" for op in LAYER_OPS} | {
+        f"final.{op}.output" for op in FINAL_OPS
+    }
+    for op in {*LAYER_OPS, *FINAL_OPS}:
+        layout = layout_of(op)
+        if layout not in WIDTHS:
+            assert tap_columns(layout, SHAPE, 1, 2, 16).tolist() == list(range(16))
+    assert set(INPUTS) | {"embedding", "logprob"} == {*LAYER_OPS, *FINAL_OPS}
+    for op, tensors in INPUTS.items():
+        assert all(layout_of(op, name) in {*WIDTHS, "hidden"} for name in tensors)
