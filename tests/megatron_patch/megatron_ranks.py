@@ -40,7 +40,8 @@ def free_port() -> int:
 
 
 class RankPool:
-    """`run(world, task, ...)` calls `megatron_tasks.task(rank, world, port, ...)` on every rank."""
+    """`run(world, task, ...)` calls `megatron_tasks.task(rank, world, port, ...)` on every rank;
+    `module:task` names another module."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("spawn")
@@ -58,8 +59,10 @@ class RankPool:
         self._grow(world)
         port = free_port()
         used = self._workers[:world]
+        module, _, function = task.rpartition(":")
         for rank, (_, connection) in enumerate(used):
-            connection.send(("megatron_tasks", task, (rank, world, port, *arguments)))
+            request = (module or "megatron_tasks", function, (rank, world, port, *arguments))
+            connection.send(request)
         deadline = time.monotonic() + TASK_TIMEOUT_S
         results: list[Any] = [None] * world
         waiting = set(range(world))

@@ -79,9 +79,7 @@ def test_rows_are_the_same_at_every_layout_and_taps_change_no_bits(
     for result in results:
         plain, tapped = np.concatenate(result["plain"]), np.concatenate(result["tapped"])
         assert plain.size and np.array_equal(plain.view(np.int32), tapped.view(np.int32))
-    result = compare_rows(
-        single(name), records(results), (1, layout[0]), flow(name), slots(name)
-    )
+    result = compare_rows(single(name), records(results), (1, layout[0]), flow(name), slots(name))
     assert result.found is None, result.found
     assert len(result.ops) == len(flow(name).places)
     assert all(op.compared > 0 for op in result.ops)
