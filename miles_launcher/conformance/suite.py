@@ -74,7 +74,7 @@ def run_suite(
                 yield Result(op=name, property=prop, status=Status.NOT_APPLICABLE, detail=reason)
                 continue
             started(name, prop)
-            yield _cell(op, prop, ctx, ranks)
+            yield cell(op, prop, ctx, ranks)
 
 
 def _subject(target: Target) -> Subject:
@@ -85,7 +85,8 @@ def _subject(target: Target) -> Subject:
     return kernel_subject()
 
 
-def _cell(op: OpSuite, prop: str, ctx: Context, ranks: RankRun) -> Result:
+def cell(op: OpSuite, prop: str, ctx: Context, ranks: RankRun) -> Result:
+    """One property of one op, run and judged; never raises but for an interruption."""
     start = time.perf_counter()
     try:
         if prop == "fault":

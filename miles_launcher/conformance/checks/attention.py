@@ -68,19 +68,22 @@ def _sequences(lengths: tuple[int, ...]) -> list[slice]:
 
 
 def order(ctx: Context) -> str:
-    """The reference's order, sequence by sequence; keys turned round give other bits."""
+    """The reference's order, sequence by sequence, in bf16 and in fp32: eight bits of a result hide
+    most of another order, all of them do not."""
     run, lengths = _public(ctx), ctx.setting.lengths
     for head_dim in ctx.setting.head_dims:
-        q, k, v = _operands(lengths, head_dim)
         scale = _scale(head_dim)
-        out = run(*ctx.put(q, k, v), list(lengths), list(lengths), scale)
-        for mine in _sequences(lengths):
-            a, b, c = (array(t[mine]) for t in (q, k, v))
-            wanted = oracle.attention(a, b, c, scale, ctx.exp, "bfloat16")
-            ctx.equal(out[mine], wanted, f"head_dim {head_dim}, {mine.stop - mine.start} tokens")
-        other = oracle.attention(a[-1:], b[::-1], c[::-1], scale, ctx.exp, "float32")
-        straight = oracle.attention(a[-1:], b, c, scale, ctx.exp, "float32")
-        ctx.shows(straight, other, f"head_dim {head_dim}: keys turned round")
+        for dtype in (BF16, torch.float32):
+            name = str(dtype).removeprefix("torch.")
+            q, k, v = (t.to(dtype) for t in _operands(lengths, head_dim))
+            out = run(*ctx.put(q, k, v), list(lengths), list(lengths), scale)
+            for mine in _sequences(lengths):
+                a, b, c = (array(t[mine]) for t in (q, k, v))
+                wanted = oracle.attention(a, b, c, scale, ctx.exp, name)
+                label = f"head_dim {head_dim}, {name}, {mine.stop - mine.start} tokens"
+                ctx.equal(out[mine], wanted, label)
+        other = oracle.attention(a[-1:], b[::-1], c[::-1], scale, ctx.exp, name)
+        ctx.shows(wanted[-1:], other, f"head_dim {head_dim}: keys turned round")
     return f"lengths {lengths}, head_dim {ctx.setting.head_dims}, {_HEADS} heads over {_KV_HEADS}"
 
 

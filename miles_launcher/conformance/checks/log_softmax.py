@@ -54,7 +54,21 @@ def order(ctx: Context) -> str:
         if width * count > vocab_size:
             padded = oracle.statistics(array(logits), width * count, width, count, ctx.exp)
             ctx.shows(normaliser, oracle.combined(*padded, ctx.exp, ctx.log), f"{label}: padding")
+    _combination(ctx)
     return f"vocabularies {ctx.setting.vocabularies}, one and eight segments; padding stays out"
+
+
+def _combination(ctx: Context) -> None:
+    """The tree over eight segments, on rows enough to tell it from a chain: the logarithm and the
+    maximum before it hide most of the last bit of the sum."""
+    largest = random(2000, 8, seed=92, dtype=FP32)
+    total = 1.0 + 19.0 * random(2000, 8, seed=93, dtype=FP32).abs()
+    a, b = array(largest), array(total)
+    wanted = oracle.combined(a, b, ctx.exp, ctx.log)
+    ctx.equal(ctx.subject.combine_segments(*ctx.put(largest, total)), wanted, "2000 rows combined")
+    overall = a.max(axis=1)
+    chain = overall + ctx.log(running_sum(b * ctx.exp(a - overall[:, None])))
+    ctx.shows(wanted, chain, "segments in a chain")
 
 
 def value(ctx: Context) -> str:
