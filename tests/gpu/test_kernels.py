@@ -1,6 +1,12 @@
-"""Every kernel claim on the GPU present; on other machines the interpreter runs the same claims."""
+"""Every claim of the conformance suite on the GPU present.
+
+Elsewhere Triton's interpreter runs the kernels: `tests/conformance/`.
+"""
 
 from __future__ import annotations
+
+import importlib
+from typing import Any
 
 import pytest
 import torch
@@ -8,12 +14,45 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("not run: no GPU", allow_module_level=True)
 
-from benchmarks.kernel_checks import CHECKS, FULL, missing_requirement
+from miles_launcher.conformance.bits import random
+from miles_launcher.conformance.checks import OPS
+from miles_launcher.conformance.properties import Status
+from miles_launcher.conformance.setting import FULL
+from miles_launcher.conformance.suite import run_suite
 
 
-@pytest.mark.parametrize("name", list(CHECKS))
-def test_kernel(name: str) -> None:
-    reason = missing_requirement(name, FULL.device)
-    if reason:
-        pytest.skip(reason)
-    assert CHECKS[name](FULL)
+@pytest.mark.parametrize("name", list(OPS))
+def test_op(name: str) -> None:
+    results = list(run_suite([name], target="cuda", setting=FULL["cuda"]))
+    bad = [r for r in results if r.status is Status.FAILED]
+    assert not bad, "\n".join(f"{r.op} {r.property}: {r.detail}" for r in bad)
+    unseen = [f"{r.property}: {r.detail}" for r in results if r.status is Status.NOT_SHOWN]
+    if unseen:
+        pytest.skip(f"nothing failed; not shown: {'; '.join(unseen)}")
+
+
+def registered() -> dict[str, tuple[str, tuple[Any, ...]]]:
+    """Each registered op: its folder, and arguments on the GPU."""
+    x, weight = random(5, 256, seed=30).cuda(), random(48, 256, seed=31).cuda()
+    heads = random(5, 4, 32, seed=32).cuda()
+    positions = torch.arange(5, device="cuda")
+    rope = importlib.import_module("sglang_patch.ops.rope.op")
+    table = rope.rope_table(32, 8, 1e6).cuda()
+    logits = random(5, 512, seed=33, dtype=torch.float32).cuda()
+    totals = random(5, 8, seed=34, dtype=torch.float32).abs().cuda() + 1.0
+    return {
+        "rms_norm": ("rms_norm", (x, weight[0], x.float(), 1e-6)),
+        "rope": ("rope", (heads, heads[:, :2], positions, table)),
+        "silu_mul": ("silu_mul", (x,)),
+        "linear": ("linear", (x, weight, weight[:, 0].contiguous(), "float32")),
+        "row_linear_partial": ("row_linear", (x, weight, 2, 2, "bfloat16")),
+        "segment_statistics": ("log_softmax", (logits, 64, 8, [64] * 8)),
+        "combine_segments": ("log_softmax", (totals, totals)),
+    }
+
+
+def test_registered_ops_have_the_shapes_that_their_fakes_say() -> None:
+    for name, (folder, arguments) in registered().items():
+        importlib.import_module(f"sglang_patch.ops.{folder}.op")
+        op = getattr(torch.ops.sglang_patch, name).default
+        torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from ..bits import random
 from ..context import Context, array
 from ..oracle import rows as oracle
 from ..properties import NotShown
+from .attention_inputs import (
+    HEADS,
+    KV_HEADS,
+    Run,
+    exact_of,
+    near,
+    operands,
+    same_phases,
+    scale_of,
+    sequences,
+)
+from .attention_kernels import kernel_table
 from .common import OpSuite, repeated
 
 BF16 = torch.bfloat16
-_HEADS, _KV_HEADS = 4, 2
-Run = Callable[..., torch.Tensor]
-
-
-def _operands(lengths: tuple[int, ...], head_dim: int) -> list[torch.Tensor]:
-    tokens = sum(lengths)
-    return [
-        random(tokens, _HEADS, head_dim, seed=101),
-        random(tokens, _KV_HEADS, head_dim, seed=102),
-        random(tokens, _KV_HEADS, head_dim, seed=103),
-    ]
-
-
-def _scale(head_dim: int) -> float:
-    return head_dim**-0.5
 
 
 def _public(ctx: Context) -> Run:
@@ -52,63 +47,34 @@ def _public(ctx: Context) -> Run:
     return run
 
 
-def _exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> list[torch.Tensor]:
-    """One sequence in fp64: (result, the same with |v|), by the formula."""
-    q, k, v = (t.cpu().double() for t in (q, k, v))
-    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(k.shape[0] - q.shape[0])
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-    return [torch.einsum("hqk,khd->qhd", weights, t) for t in (v, v.abs())]
-
-
-def _sequences(lengths: tuple[int, ...]) -> list[slice]:
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    return [slice(start, start + length) for start, length in zip(starts, lengths, strict=True)]
-
-
 def order(ctx: Context) -> str:
     """The reference's order, sequence by sequence, in bf16 and in fp32: eight bits of a result hide
     most of another order, all of them do not."""
     run, lengths = _public(ctx), ctx.setting.lengths
     for head_dim in ctx.setting.head_dims:
-        scale = _scale(head_dim)
+        scale = scale_of(head_dim)
         for dtype in (BF16, torch.float32):
             name = str(dtype).removeprefix("torch.")
-            q, k, v = (t.to(dtype) for t in _operands(lengths, head_dim))
+            q, k, v = (t.to(dtype) for t in operands(lengths, head_dim))
             out = run(*ctx.put(q, k, v), list(lengths), list(lengths), scale)
-            for mine in _sequences(lengths):
+            for mine in sequences(lengths):
                 a, b, c = (array(t[mine]) for t in (q, k, v))
                 wanted = oracle.attention(a, b, c, scale, ctx.exp, name)
                 label = f"head_dim {head_dim}, {name}, {mine.stop - mine.start} tokens"
                 ctx.equal(out[mine], wanted, label)
         other = oracle.attention(a[-1:], b[::-1], c[::-1], scale, ctx.exp, name)
         ctx.shows(wanted[-1:], other, f"head_dim {head_dim}: keys turned round")
-    return f"lengths {lengths}, head_dim {ctx.setting.head_dims}, {_HEADS} heads over {_KV_HEADS}"
-
-
-def _near(ctx: Context, run: Run, label: str) -> float:
-    worst, lengths = 0.0, ctx.setting.lengths
-    for head_dim in ctx.setting.head_dims:
-        q, k, v = _operands(lengths, head_dim)
-        scale = _scale(head_dim)
-        out = run(*ctx.put(q, k, v), list(lengths), list(lengths), scale)
-        for mine in _sequences(lengths):
-            exact, magnitudes = _exact(q[mine], k[mine], v[mine], scale)
-            # The result rounded to bf16, and on a GPU the weights too; scores in fp32.
-            bound = 2.0**-8 * 1.1 * (exact.abs() + magnitudes)
-            worst = max(worst, ctx.near(out[mine], exact, bound, f"{label}, head_dim {head_dim}"))
-    return worst
+    return f"lengths {lengths}, head_dim {ctx.setting.head_dims}, {HEADS} heads over {KV_HEADS}"
 
 
 def value(ctx: Context) -> str:
-    worst = _near(ctx, _public(ctx), "attention")
+    worst = near(ctx, _public(ctx), "attention")
     return f"at most {worst:.2f} of half a bf16 unit of the result and of every weight"
 
 
 def dtypes(ctx: Context) -> str:
     run = _public(ctx)
-    q, k, v = ctx.put(*_operands((3, 5), 64))
+    q, k, v = ctx.put(*operands((3, 5), 64))
     out = run(q, k, v, [3, 5], [3, 5], 0.125)
     ctx.require(out.dtype == BF16, f"bf16 in, {out.dtype} out")
     ctx.refused(lambda: run(q, k, v, [3, 4], [3, 5], 0.125), "lengths that miss a token")
@@ -126,7 +92,7 @@ def shapes(ctx: Context) -> str:
         q = random(12, heads, 64, seed=104)
         k, v = (random(12, kv_heads, 64, seed=n) for n in (105, 106))
         out = run(*ctx.put(q, k, v), [12], [12], 0.125)
-        exact, magnitudes = _exact(q, k, v, 0.125)
+        exact, magnitudes = exact_of(q, k, v, 0.125)
         bound = 2.0**-8 * 1.1 * (exact.abs() + magnitudes)
         ctx.near(out, exact, bound, f"{heads} heads over {kv_heads}")
         fused = torch.cat((q, k, v), 1)
@@ -139,32 +105,16 @@ def shapes(ctx: Context) -> str:
     return "6, 8 and 1 heads over 2, 1 and 1; slices of a fused projection; one token"
 
 
-def _phases(ctx: Context, run: Run, label: str) -> None:
-    lengths = ctx.setting.lengths
-    for head_dim in ctx.setting.head_dims:
-        q, k, v = ctx.put(*_operands(lengths, head_dim))
-        scale = _scale(head_dim)
-        out = run(q, k, v, list(lengths), list(lengths), scale).cpu()
-        for mine in _sequences(lengths):
-            length = mine.stop - mine.start
-            # One query is a decode step, fewer than all a chunk behind a cached prefix.
-            for queries in sorted({1, (length + 1) // 2, length}):
-                last = slice(mine.stop - queries, mine.stop)
-                part = run(q[last], k[mine], v[mine], [queries], [length], scale)
-                at = f"{label}, head_dim {head_dim}: the last {queries} of {length}"
-                ctx.equal(part, out[last], at)
-
-
 def phases(ctx: Context) -> str:
-    _phases(ctx, _public(ctx), "attention")
+    same_phases(ctx, _public(ctx), "attention")
     return f"one query, half and all of lengths {ctx.setting.lengths}"
 
 
 def beside(ctx: Context) -> str:
     run, lengths = _public(ctx), ctx.setting.lengths
-    q, k, v = ctx.put(*_operands(lengths, 64))
+    q, k, v = ctx.put(*operands(lengths, 64))
     out = run(q, k, v, list(lengths), list(lengths), 0.125).cpu()
-    cuts = _sequences(lengths)
+    cuts = sequences(lengths)
     turned = [t for mine in reversed(cuts) for t in range(mine.start, mine.stop)]
     again = run(q[turned], k[turned], v[turned], list(lengths[::-1]), list(lengths[::-1]), 0.125)
     ctx.equal(again, out[turned], "sequences in another order")
@@ -195,33 +145,9 @@ def tp_shards(ctx: Context) -> str:
     return f"16 heads over 8, cut over {ctx.setting.tp}"
 
 
-def kernel_table(ctx: Context) -> str:
-    """Each kernel by itself: the two have different bits, so each is held to its own claims."""
-    table = ctx.subject.table("attention")
-    if table is None or not table.entries:
-        raise NotShown("the subject brings no kernel table")
-    notes, missing = [], []
-    for entry in table.entries:
-
-        def run(*arguments: object, entry: object = entry) -> torch.Tensor:
-            out: torch.Tensor = table.run(entry, *arguments)[0]
-            return out
-
-        try:
-            worst = _near(ctx, run, str(entry))
-        except ImportError as error:
-            missing.append(f"{entry} did not run: {error}")
-            continue
-        _phases(ctx, run, str(entry))
-        notes.append(f"{entry} ({worst:.2f} of the bound)")
-    if missing:
-        raise NotShown("; ".join([*missing, f"shown: {', '.join(notes) or 'none'}"]))
-    return ", ".join(notes)
-
-
 def run_to_run(ctx: Context) -> str:
     run, lengths = _public(ctx), list(ctx.setting.lengths)
-    moved = ctx.put(*_operands(ctx.setting.lengths, 64))
+    moved = ctx.put(*operands(ctx.setting.lengths, 64))
     repeated(ctx, lambda: run(*moved, lengths, lengths, 0.125), "attention")
     return "four calls"
 

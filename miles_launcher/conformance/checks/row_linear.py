@@ -8,14 +8,23 @@ from functools import partial
 import numpy as np
 import torch
 
-from ..bits import random
 from ..context import Context, array
 from ..oracle import products
 from ..subject import RowReduction
 from . import row_linear_kernels
 from .common import OpSuite, borders, neighbours, repeated
 from .linear import product_bound
-from .row_linear_cases import COLUMNS, V1, Case, cases, degrees, operands, sharded, whole
+from .row_linear_cases import (
+    COLUMNS,
+    V1,
+    Case,
+    cases,
+    degrees,
+    operands,
+    random_operands,
+    sharded,
+    whole,
+)
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -42,8 +51,7 @@ def order(ctx: Context, contract: str) -> str:
 def value(ctx: Context, contract: str) -> str:
     worst = 0.0
     for case in cases(ctx, contract):
-        x, weight = random(9, case.k_size, seed=24), random(COLUMNS, case.k_size, seed=25)
-        bias = random(COLUMNS, seed=23)
+        x, weight, bias = random_operands(case, 9)
         exact = x.double() @ weight.double().t() + bias.double()
         bound = product_bound(x, weight, BF16) + 2.0**-8 * exact.abs()
         if contract == V1:
@@ -91,16 +99,17 @@ def shapes(ctx: Context, contract: str) -> str:
             return out
 
         ctx.equal(run(moved), case.oracle(x, weight, None), f"{case}, {rows} rows")
-        borders(ctx, run, [moved], f"{case}")
+        moved, w = ctx.put(*random_operands(case, rows)[:2])
+        borders(ctx, partial(run, w=w), [moved], f"{case}")
         wide = torch.cat((moved[:6], moved[:6]), 1)[:, : case.k_size]
-        ctx.equal(run(wide, w.t().contiguous().t()), run(moved[:6]).cpu(), f"{case}: strides")
+        ctx.equal(run(wide, w.t().contiguous().t()), run(moved[:6], w).cpu(), f"{case}: strides")
         ctx.require(run(moved[:0]).shape == (0, COLUMNS), f"{case}: no rows")
     return f"rows {ctx.setting.rows}, K {[c.k_size for c in chosen]}, strides, no rows"
 
 
 def beside(ctx: Context, contract: str) -> str:
     case = Case(contract, ctx.setting.row_k_sizes[0])
-    x, weight, bias = ctx.put(*operands(ctx, case, max(ctx.setting.rows)))
+    x, weight, bias = ctx.put(*random_operands(case, max(ctx.setting.rows)))
     reduction = case.reduction()
     return neighbours(
         ctx,
@@ -120,6 +129,11 @@ def tp_shards(ctx: Context, contract: str) -> str:
         for tp in degrees(ctx, case):
             ctx.equal(sharded(ctx, case, x, weight, bias, tp), expected, f"{case}, tp {tp}")
             seen.add(tp)
+        x, weight, bias = random_operands(case, 19)
+        one = sharded(ctx, case, x, weight, bias, 1).cpu()
+        for tp in degrees(ctx, case):
+            parts = sharded(ctx, case, x, weight, bias, tp)
+            ctx.equal(parts, one, f"{case}, tp {tp}, random numbers")
     missing = sorted(set(ctx.setting.tp) - seen)
     ctx.require(not missing, f"no case could be cut over {missing} ranks")
     ctx.degrees = tuple(sorted(seen))

@@ -10,7 +10,7 @@ from ..oracle import products
 from ..oracle.numbers import Array, bf16
 from ..properties import NotShown
 from .common import no_split, splits
-from .row_linear_cases import COLUMNS, V1, Case, cases, operands, whole
+from .row_linear_cases import COLUMNS, V1, V2, Case, cases, operands, random_operands, whole
 
 
 def _plan(case: Case) -> tuple[int, int, torch.dtype]:
@@ -56,6 +56,12 @@ def kernel_table(ctx: Context, contract: str) -> str:
     if table is None or not table.entries:
         raise NotShown("the subject brings no kernel table")
     _compare(ctx, contract, list(table.entries), None)
+    # One segment is the plain product: no price for a layout that cuts nothing.
+    x, weight = ctx.put(*random_operands(Case(V2, ctx.setting.row_k_sizes[0], segments=1), 33)[:2])
+    plain = ctx.subject.linear(x, weight, out_dtype="float32").cpu()
+    for entry in table.entries:
+        out = table.run(entry, x, weight, 1, 1, torch.float32)
+        ctx.equal(out, plain, f"one segment against linear, {entry}")
     return f"{len(table.entries)} entries, rows {ctx.setting.rows}"
 
 

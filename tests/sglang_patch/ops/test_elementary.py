@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.bitwise import differing, one_ulp, random
+from miles_launcher.conformance.bits import differing, one_ulp, random
 from sglang_patch.ops.elementary import exp, log, pair_sum, sqrt
 
 FP32, FP64 = torch.float32, torch.float64

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.bitwise import differing, one_ulp, random
+from miles_launcher.conformance.bits import differing, one_ulp, random
 from sglang_patch.ops import (
     attention,
     combine_partials,

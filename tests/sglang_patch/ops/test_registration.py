@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.bitwise import random
+from miles_launcher.conformance.bits import random
 from sglang_patch.ops import rope_table
 
 FP32 = torch.float32

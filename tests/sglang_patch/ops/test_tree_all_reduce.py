@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.bitwise import differing, random
+from miles_launcher.conformance.bits import differing, random
 from sglang_patch.ops import RankGroup, row_linear, tree_all_reduce
 from sglang_patch.ops.row_linear import reference as row_linear_reference
 from sglang_patch.ops.tree_all_reduce.reference import sum_ranks
