@@ -27,6 +27,7 @@ def commands() -> list[str]:
 
 
 STARTING = [line for line in commands() if re.search(r"miles (launch|parity|bisect)", line)]
+CONFORMING = [line for line in commands() if "miles conform" in line]
 SHOWING = [line for line in commands() if re.search(r"miles (plan|contracts|profiles)", line)]
 
 
@@ -49,7 +50,7 @@ def run(line: str, cwd: Path, *extra: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_readme_still_shows_commands() -> None:
-    assert len(STARTING) >= 7 and len(SHOWING) >= 3
+    assert len(STARTING) >= 7 and len(SHOWING) >= 3 and len(CONFORMING) >= 2
 
 
 @pytest.mark.parametrize("line", STARTING)
@@ -63,8 +64,21 @@ def test_a_command_that_starts_something_plans_as_documented(line: str, tmp_path
         # No such checkpoint on this machine: the folder must be named, nothing else.
         assert ended.returncode == 2 and "/models/Qwen3-4B" in ended.stderr
         return
+    if "--require-certificate" in line:
+        # Nor a certificate: a launch that requires one names what is missing.
+        assert ended.returncode == 2 and "certified: cannot read" in ended.stderr
+        return
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "run" / "plan.json").is_file()
+
+
+@pytest.mark.parametrize("line", CONFORMING)
+def test_a_conformance_run_as_documented(line: str, tmp_path: Path) -> None:
+    """One op, at small size, on the CPU: options given twice are the last ones."""
+    small = ("--device", "cpu", "--quick", "--op", "temperature", "--out", str(tmp_path / "here"))
+    ended = run(line, tmp_path, *small)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "here" / "conformance.json").is_file()
 
 
 @pytest.mark.parametrize("line", SHOWING)
