@@ -1,4 +1,4 @@
-"""The plan of a bisection: one step, taps on, between two sides; perhaps of a batch that was kept."""
+"""The plan of a bisection: one step, taps on, two sides; perhaps of a batch that was kept."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .resolve import LaunchArgs, resolve
 Sides = tuple[str, str]
 ENGINES: Sides = ("rollout", "trainer")
 PHASES: Sides = ("decode", "prefill")
-# A pass replayed from a CUDA graph runs no tap.
-_OVERRIDES = ("run.steps=1", "rollout.cuda_graph=false")
+# One batch; and a pass replayed from a CUDA graph runs no tap.
+_FORCED = ("run.steps=1", "rollout.cuda_graph=false")
 
 
 def bisection_plan(
@@ -31,7 +31,7 @@ def bisection_plan(
     if replay is None:
         if not args.model:
             raise ValueError("name a model, or a run whose gate closed with --replay DIR")
-        args = replace(args, overrides=("run=parity", *args.overrides, *_OVERRIDES))
+        args = replace(args, overrides=_forced(args.overrides, "run=parity"))
     else:
         given = [name for name in ("tp", "rollout_tp", "train_tp", "pp", "cp", "contract",
                                    "segments", "device", "model_path", "prompts", "inject_fault")
@@ -43,9 +43,8 @@ def bisection_plan(
             )
         if sweep is not None:
             raise ValueError("--sweep needs no batch of another run; leave out --replay")
-        args = replay_arguments(
-            replay.expanduser().absolute(), args.out, (*args.overrides, *_OVERRIDES)
-        )
+        args = replay_arguments(replay.expanduser().absolute(), args.out, args.overrides)
+        args = replace(args, overrides=_forced(args.overrides))
     plan = resolve(args)
     if plan.contract == CONTRACT_OFF:
         raise ValueError("bisect with contract off: stock layers have no taps; name a contract")
@@ -53,6 +52,14 @@ def bisection_plan(
         flag = "--sweep" if sweep is not None else "--between decode,prefill"
         raise ValueError(f"{flag}: both sides would have the injected fault; drop --inject-fault")
     return plan, sides, _swept(sweep, sides)
+
+
+def _forced(overrides: tuple[str, ...], *defaults: str) -> tuple[str, ...]:
+    """`overrides`, with the defaults that they leave open, and with what a bisection needs."""
+    keys = {text.partition("=")[0] for text in overrides}
+    forced = {text.partition("=")[0] for text in _FORCED}
+    kept = [text for text in overrides if text.partition("=")[0] not in forced]
+    return (*(d for d in defaults if d.partition("=")[0] not in keys), *kept, *_FORCED)
 
 
 def _sides(text: str) -> Sides:

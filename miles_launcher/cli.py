@@ -1,8 +1,8 @@
-"""`miles`: plan, launch, parity, bisect, contracts, profiles, doctor.
+"""`miles`: plan, launch, parity, bisect, conform, contracts, profiles, doctor.
 
 Typer and the standard library are all that `--help` loads; Hydra and Rich come with the command
 that needs them, torch, Ray, SGLang and Megatron only once a run starts. Exit codes: 0 exact,
-2 usage or configuration, 3 the parity gate closed or a divergence was found, 4 a process died.
+2 usage or configuration, 3 the gate closed, a divergence or a failed op, 4 a process died.
 """
 
 from __future__ import annotations

@@ -143,6 +143,7 @@ def divergence(layer: int = 1, op: str = "gate_up_proj", position: int = 20, **m
             **place,
             "side": None,
             "rank": None,
+            "judged_by": None,
             "token": {
                 "sequence": sequence,
                 "position": position,
@@ -189,7 +190,7 @@ def large() -> Data:
     first = data["first_divergence"]
     first["bits"] = {"rollout": "3f9a0412", "trainer": "bf9a0412"}
     first["element"]["dtype"], first["ulp"] = "float32", 2 * 0x3F9A0412
-    first["side"], first["rank"] = "trainer", 1
+    first["side"], first["rank"], first["judged_by"] = "trainer", 1, "reference"
     first["look_at"]["trainer"]["version"] = "3.6.1"
     data["fingerprint"]["trainer"]["versions"]["triton"] = "3.6.1"
     data["fingerprint"]["trainer"]["digest"] = "1379" + "0" * 60

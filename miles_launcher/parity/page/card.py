@@ -36,10 +36,9 @@ def _where(first: Mapping[str, Any], sides: Sequence[str]) -> Markup:
     token, element = first["token"], first["element"]
     odd = None
     if first["side"] is not None:
-        if first["rank"] is None:
-            odd = join(tag("b", first["side"]), " is unlike the reference")
-        else:
-            odd = join(tag("b", f"{first['side']} rank {first['rank']}"), " is unlike every other")
+        rank = "" if first["rank"] is None else f" rank {first['rank']}"
+        unlike = "every other rank" if first["judged_by"] == "ranks" else "the reference"
+        odd = join(tag("b", first["side"] + rank), f" is unlike {unlike}")
     ranks = column = of = None
     if element is not None:
         ranks = " · ".join(f"{side} {element['ranks'][side]}" for side in sides)

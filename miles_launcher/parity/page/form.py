@@ -91,6 +91,7 @@ def _divergence(sides: Sequence[str]) -> Form:
         **_place,
         side=_or_null(_text),
         rank=_or_null(_count),
+        judged_by=_or_null(_text),
         token=_record(sequence=_count, position=_count, id=_count, part=_text),
         token_rows_differ=_count,
         token_rows_compared=_count,
