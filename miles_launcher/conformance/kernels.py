@@ -19,7 +19,11 @@ def kernel_module(op: str) -> ModuleType:
 
 
 def table_entries(op: str) -> tuple[Any, ...]:
-    """Every entry of every kernel table of an op: the module's tuples whose name has TILES."""
+    """Every entry of every kernel table of an op: the module's tuples whose name has TILES.
+
+    The op's launcher takes any of them as `tile`; one with a number above 1 in a field whose name
+    has `split` splits K over programs.
+    """
     found: list[Any] = []
     for name, value in vars(kernel_module(op)).items():
         if "TILES" in name and isinstance(value, tuple):
