@@ -135,6 +135,18 @@ class RankRecord:
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{side} rank {tp_rank}: not a record of taps ({error!r})") from None
 
+    @property
+    def digest_bytes(self) -> int:
+        """What the digests and the names of their rows take."""
+        arrays = [part for parts in self.passes.values() for part in parts]
+        arrays += [array for tap in self.taps.values() for array in (tap.spans, tap.digests)]
+        return sum(array.nbytes for array in arrays)
+
+    @property
+    def row_bytes(self) -> int:
+        """What the stored rows take."""
+        return sum(k.columns.nbytes + k.tokens.nbytes + k.bits.nbytes for k in self.rows.values())
+
     def located(self, tap: str) -> tuple[Integers, Integers, Integers]:
         """(tokens [rows, 2], their row numbers in their passes [rows], digests [rows]) of a tap,
         rows of no token left out. `ValueError` where the record is not whole."""

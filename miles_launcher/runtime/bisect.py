@@ -144,6 +144,10 @@ def _bisect(
                 magnified = magnify(plan, passes, result, slots, weights)
     data = {
         "weights": unequal,
+        "record_bytes": {
+            "digests": sum(record.digest_bytes for record in (*ours, *theirs)),
+            "rows": magnified.row_bytes,
+        },
         **_data(plan, report, between, batch, result, magnified, slots),
     }
     if result.found is None:

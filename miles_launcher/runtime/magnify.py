@@ -29,12 +29,14 @@ Token = tuple[int, int]
 @dataclass(slots=True)
 class Magnified:
     """`element` and `ulp` as in `bisect.json`; elements: per stored token, per layer of the heat
-    map, how many elements of all op results differ; guilty: (side, rank) unlike the reference."""
+    map, how many elements of all op results differ; guilty: (side, rank) unlike the reference;
+    row_bytes: of all stored rows."""
 
     element: dict[str, Any] | None = None
     ulp: dict[str, Any] | None = None
     elements: dict[Token, list[int]] = field(default_factory=dict)
     guilty: tuple[str, int | None] | None = None
+    row_bytes: int = 0
 
 
 def magnify(
@@ -59,6 +61,7 @@ def magnify(
         ulp=ulp_histogram(found.place, pairs),
         elements=_elements(result, sides, tokens, plan.model.num_hidden_layers),
         guilty=_guilty(plan, found, sides, pair, weights),
+        row_bytes=sum(record.row_bytes for record in (*ours, *theirs)),
     )
 
 

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron_models import ADVANTAGES, SHAPES, TEMPERATURE, batch_for
 from megatron_ranks import free_port
 
-from megatron_patch import autograd, faults, readback
+from megatron_patch import autograd, readback
 from megatron_patch.checkpoint import hf_folder_digest, this_place
 from megatron_patch.hf_layout import blocks, hf_tensors
 from megatron_patch.ops import RankGroup
@@ -131,36 +131,17 @@ def tapped_scores(
     name: str,
     layout: Layout,
     options: dict[str, Any],
-    places: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Score without taps and with them, then once with a fault at each of `places`."""
+    """Score without taps and with them."""
     trainer = _trainer(rank, world, port, name, layout, options)
     try:
         trainer.initialize()
         trainer.load(folder)
         batch = batch_for(name)
         plain = trainer.score(batch, TEMPERATURE)
-
-        def recorded() -> tuple[Any, Any]:
-            trainer.start_taps()
-            return trainer.score(batch, TEMPERATURE), trainer.finish_taps()["taps"]
-
-        tapped, taps = recorded()
-        faulty = []
-        for place in places:
-            faults.set_fault(
-                faults.parse_fault(place), parallel_state.get_tensor_model_parallel_rank()
-            )
-            faulty.append(recorded()[1])
-            faults.set_fault(None)
-        place = this_place()
-        return {
-            "plain": plain,
-            "tapped": tapped,
-            "tp_rank": place.tp_rank,
-            "taps": taps,
-            "faulty": faulty,
-        }
+        trainer.start_taps()
+        tapped = trainer.score(batch, TEMPERATURE)
+        return {"plain": plain, "tapped": tapped, **trainer.finish_taps()}
     finally:
         trainer.shutdown()
 

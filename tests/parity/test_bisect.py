@@ -99,6 +99,10 @@ def test_a_fault_in_the_rollout_is_named(tmp_path: Path) -> None:
         zip(map(tuple, data["heat"]["tokens"]), data["heat"]["elements_differ"], strict=True)
     )
     assert heat[0, 5][:3] == [0, 0, heat[0, 5][2]] and heat[0, 5][2] > 0
+    # 24 bytes a token's name, 8 a digest: nothing grows with the width of a row.
+    tokens = sum(len(sequence) for sequence in data["tokens"])
+    assert 0 < data["record_bytes"]["digests"] < 2 * 2 * tokens * (9 * len(FLOW) + 200)
+    assert 0 < data["record_bytes"]["rows"]
     assert data["ulp"]["differ"] == sum(bucket[2] for bucket in data["ulp"]["buckets"]) > 0
 
 
