@@ -14,6 +14,7 @@ import torch
 
 from .attention import attention_flash3, attention_triton
 from .elementwise import exponentials, log_softmax, pair_sums, rms_norm, rope, silu_mul
+from .hopper import hopper_entries
 from .products import linear, row_linear_invariance, row_linear_order
 from .registration import public_ops
 from .setting import FULL, SMALL, Setting
@@ -32,6 +33,7 @@ CHECKS: Mapping[str, Callable[[Setting], str]] = {
         linear,
         row_linear_order,
         row_linear_invariance,
+        hopper_entries,
         attention_triton,
         attention_flash3,
         public_ops,

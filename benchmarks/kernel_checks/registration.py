@@ -27,6 +27,7 @@ def public_ops(s: Setting) -> str:
         "silu_mul": (x,),
         "linear": (x, weight, weight[:, 0].contiguous(), "float32"),
         "row_linear_partial": (x, weight, 2, 2, "bfloat16"),
+        "row_linear_whole": (x, weight, 2, 2, "float32", "bfloat16"),
         "segment_statistics": (logits, 64, 8, [64] * 8),
         "combine_segments": statistics,
     }
@@ -35,7 +36,7 @@ def public_ops(s: Setting) -> str:
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
         moved = [a.cpu() if isinstance(a, torch.Tensor) else a for a in arguments]
         found, wanted = op(*arguments), op(*moved)
-        if name not in ("linear", "row_linear_partial"):
+        if name not in ("linear", "row_linear_partial", "row_linear_whole"):
             pairs = (
                 [(found, wanted)]
                 if isinstance(found, torch.Tensor)
