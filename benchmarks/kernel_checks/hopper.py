@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
+from multiprocessing import get_context
+
 import torch
 
 from benchmarks.bitwise import differing, exact_leaves, one_ulp, random, small_integers
@@ -96,6 +101,11 @@ def hopper_entries(s: Setting) -> str:
     assert choose(4, 2560, 4096, 8, 132) is not None and choose(4096, 2560, 4096, 8, 132)
     if s.device == "cpu" or torch.cuda.get_device_capability() != (9, 0):
         return f"not run: no Hopper GPU; {len(entries())} entries"
-    compared = sum(compare(case, s.device) for case in entries())
+    # Most of the time is compilation: one process a processor but two.
+    workers = max(1, min(14, (os.cpu_count() or 1) - 2))
+    with ProcessPoolExecutor(
+        workers, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
+        compared = sum(pool.map(compare, entries(), repeat(s.device)))
     assert compared > 0
     return f"{len(entries())} entries, {compared} outputs"

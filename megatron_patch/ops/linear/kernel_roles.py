@@ -29,6 +29,7 @@ from .kernel_leaves import (
     carry,
     count,
     gather,
+    in_registers,
     offsets,
     pack,
     packed_layout,
@@ -202,13 +203,25 @@ def consume(
             )
             total = pack(sums, BLOCK_N)
         else:
-            for leaf in range(leaves):
+            AHEAD: gl.constexpr = count(PLACES, "W")
+            for leaf in range(leaves - AHEAD):
                 step, sums, more = _multiply(
                     step, ring, buffers, steps, W, STAGES, BLOCK_N, EXTRA_N, COLUMNS
                 )
                 total, held = carry(
                     leaf, leaves, pack(sums, BLOCK_N), held, waiting, workspace, W, PLACES, 0
                 )
+            if AHEAD:
+                # What waits in the workspace is read while the last leaf is multiplied.
+                read = gl.load(workspace + offsets(BLOCK_N // 8))
+                step, sums, more = _multiply(
+                    step, ring, buffers, steps, W, STAGES, BLOCK_N, EXTRA_N, COLUMNS
+                )
+                held = (held[0], held[1], read)
+                total, held = carry(
+                    leaves - 1, leaves, pack(sums, BLOCK_N), held, waiting, workspace, W,
+                    in_registers(PLACES), 0,
+                )  # fmt: skip
         last = unit >= 0
         if PARTS > 1:
             split = tile - whole

@@ -48,6 +48,12 @@ def place(places, level):
     return places[level]
 
 
+@gluon.constexpr_function
+def in_registers(places):
+    """The same levels once what waited in the workspace has been read."""
+    return places.replace("W", "R")
+
+
 @gluon.jit
 def pack(accumulator, N: gl.constexpr):
     """[64, N] -> packed [N/8, 128, 4]; moves nothing."""

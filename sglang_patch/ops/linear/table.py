@@ -122,15 +122,21 @@ FEW: Final = (
 )
 
 
-def _few(rows: int, columns: int, leaves: int) -> FewTile | None:
+def _few(rows: int, columns: int, leaf_width: int, leaves: int) -> FewTile | None:
     """Measured winners of 16 rows or fewer; None: the persistent kernel is as fast or faster."""
     narrow, middle, wide, widest = FEW
     if leaves == 1:
-        return narrow if columns <= 4096 else widest if 16384 <= columns <= 32768 else None
+        if columns > 4096:
+            return widest if 16384 <= columns <= 32768 else None
+        return narrow if leaf_width >= 1024 else middle
     if leaves == 2:
-        return narrow if 1024 < columns <= 2560 else middle
+        if columns > 4096:
+            return None
+        return narrow if 1024 < columns <= 2560 and leaf_width >= 1024 else middle
     if leaves == 4:
-        return middle if columns < 2048 else wide
+        if columns > 4096 and rows > 8:
+            return None
+        return middle if columns < 2048 or leaf_width < 1024 else wide
     if columns <= 1024:
         return middle
     return widest if rows <= 8 and columns <= 4096 else None
@@ -180,7 +186,7 @@ def _nanoseconds(plan: Plan, k_size: int, leaves: int, processors: int) -> float
 def choose(rows: int, columns: int, k_size: int, leaves: int, processors: int) -> Choice | None:
     """The entry for a product of `leaves` equal leaves; None: the general kernel."""
     if rows <= FEW_ROWS:
-        few = _few(rows, columns, leaves)
+        few = _few(rows, columns, k_size // leaves, leaves)
         if few is not None:
             return few
     plans = []
@@ -190,9 +196,12 @@ def choose(rows: int, columns: int, k_size: int, leaves: int, processors: int) -
             continue
         for parts, mixed in ((1, False), (2, False), (2, True), (4, False)):
             plan = plan_for(tile, rows, columns, k_size // leaves, leaves, parts, mixed, processors)
-            if plan is None or (parts == 4 and tile.columns > 64) or (mixed and not plan.split):
+            if plan is None or (parts == 4 and tile.columns > 64):
                 continue
-            if parts > 1 and (plan.tiles > processors) != mixed:
+            # Parts fill one wave, or what whole tiles of the middle size leave of the last one.
+            if mixed and (not 0 < plan.split < plan.tiles or tile.columns != 128 or tile.halved):
+                continue
+            if parts > 1 and not mixed and (plan.units > processors or tile.columns > 128):
                 continue
             plans.append(plan)
     return min(plans, key=lambda plan: _nanoseconds(plan, k_size, leaves, processors), default=None)
