@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import probe_kernels
-from .subject import Subject, Table, cpu_subject
+from .subject import Fitted, Subject, Table, cpu_subject
 
 
 def kernel_module(op: str) -> ModuleType:
@@ -68,6 +68,21 @@ def kernel_subject(base: Subject | None = None) -> Subject:
             ("rms_norm", Table(entries=table_entries("rms_norm"), run=_unforced)),
             ("attention", Table(entries=attention_entries(), run=_run_attention)),
         ),
+        fitted=_fitted(),
+    )
+
+
+def _fitted() -> Fitted | None:
+    """The entries for Hopper GPUs, where there is one."""
+    from . import hopper
+
+    if not hopper.is_hopper():
+        return None
+    cases = hopper.entries()
+    return Fitted(
+        entries=tuple(cases),
+        splitting=tuple(case for case in cases if hopper.splits(case)),
+        compare=hopper.compare_all,
     )
 
 

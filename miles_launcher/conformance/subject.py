@@ -53,6 +53,16 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """Entries of `row_linear` that are fitted to a shape before they are launched: `compare` runs
+    some of them against the general kernel and the oracle, and raises AssertionError."""
+
+    entries: tuple[Any, ...]
+    splitting: tuple[Any, ...]
+    compare: Callable[[list[Any]], int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
     """The ops of one device. `tables` are empty where the reference runs."""
 
@@ -78,6 +88,8 @@ class Subject:
     shard_digest: Function
     row_digests: Function
     tables: tuple[tuple[str, Table], ...] = ()
+    # Entries whose launch depends on the shape bring their own comparison: outputs compared.
+    fitted: Fitted | None = None
 
     def table(self, name: str) -> Table | None:
         """The table behind the op called `name`, or None."""
@@ -85,7 +97,7 @@ class Subject:
 
     def with_fault(self, name: str) -> Subject:
         """This subject, where the op called `name` returns its result one ulp off."""
-        assert name in {f.name for f in fields(self)} - {"tables"}, name
+        assert name in {f.name for f in fields(self)} - {"tables", "fitted"}, name
         changed: dict[str, Any] = {name: OneUlp(getattr(self, name))}
         return replace(self, **changed)
 

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from ..elementary_kernel import UNFUSED
 from ..formats import require
+from .table import FewTile, Plan, admits, choose
 
 # 64 bf16 are the 128 bytes of one shared-memory swizzle atom.
 BLOCK_K: Final = 64
@@ -71,6 +72,34 @@ def program_tile(rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GR
     height = tl.minimum(blocks_m - first, GROUP)
     within = program % per_group
     return first + within % height, within // height
+
+
+def launch_entry(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    leaves: int,
+    tile: GemmTile | FewTile | Plan | None,
+) -> bool:
+    """Write out [M, N] by the entry given, or the table's choice; False: by the general kernel.
+
+    x [M, K] and weight [N, K] bf16, K in equal leaves added as a balanced tree.
+    """
+    if isinstance(tile, GemmTile) or not admits(x, weight, out.element_size(), leaves):
+        return False
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    (rows, k_size), columns = x.shape, weight.shape[0]
+    entry = tile or choose(rows, columns, k_size, leaves, processors)
+    # Imported where a Hopper GPU is: Gluon's modules are of no use elsewhere.
+    if isinstance(entry, FewTile):
+        from .kernel_few import launch_few
+
+        launch_few(x, weight, out, leaves, entry)
+    elif entry is not None:
+        from .kernel_persistent import launch_persistent
+
+        launch_persistent(x, weight, out, leaves, entry)
+    return entry is not None
 
 
 # One binary for every number of rows: a compiler that knew M (1, or a multiple of 16) could differ.
@@ -129,12 +158,12 @@ def launch_linear(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     *,
-    tile: GemmTile | None = None,
+    tile: GemmTile | FewTile | Plan | None = None,
 ) -> torch.Tensor:
     """See `op.linear`; x [M, K], weight [N, K] bf16, any strides -> [M, N] bf16 or fp32.
 
-    `tile` overrides the table; conformance tests compare tiles with it. Raises `ValueError` on a
-    dtype that the kernel does not take.
+    `tile` overrides the tables; conformance tests compare entries with it. Raises `ValueError` on
+    a dtype that the kernel does not take.
     """
     require_matrices("linear", x, weight)
     require(
@@ -146,6 +175,9 @@ def launch_linear(
     out = x.new_empty((rows, columns), dtype=out_dtype)
     if out.numel() == 0:
         return out
+    if bias is None and launch_entry(x, weight, out, 1, tile):
+        return out
+    assert tile is None or isinstance(tile, GemmTile), tile
     tile = tile or tile_for(TILES, rows)
     linear_kernel[(triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n),)](
         x, weight, None if bias is None else bias.contiguous(), out, rows, columns, k_size,

@@ -14,7 +14,16 @@ import triton.language as tl
 
 from ..elementary_kernel import UNFUSED
 from ..formats import require
-from ..linear.kernel import BLOCK_K, GROUP, GemmTile, program_tile, require_matrices, tile_for
+from ..linear.kernel import (
+    BLOCK_K,
+    GROUP,
+    GemmTile,
+    launch_entry,
+    program_tile,
+    require_matrices,
+    tile_for,
+)
+from ..linear.table import FewTile, Plan
 
 # As for `linear`, but up to three fp32 partial sums wait beside the accumulator (8 segments), or
 # more in bf16: 64 x 128 over 8 warps takes 32 registers a thread for each.
@@ -61,13 +70,13 @@ def row_linear_kernel(
     LEAF_WIDTH: tl.constexpr,
     RUN: tl.constexpr,
     LEVELS: tl.constexpr,
+    LEAF: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """out [rows, columns]: 2**LEVELS runs of RUN leaves, each LEAF_WIDTH of K."""
-    LEAF: tl.constexpr = out_ptr.dtype.element_ty
+    """out [rows, columns]: 2**LEVELS runs of RUN leaves, each LEAF_WIDTH of K, added in LEAF."""
     STEPS: tl.constexpr = (LEAF_WIDTH + BLOCK_K - 1) // BLOCK_K
     block_m, block_n = program_tile(rows, columns, BLOCK_M, BLOCK_N, GROUP)
     row = block_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -106,7 +115,7 @@ def row_linear_kernel(
             if leaf % RUN == RUN - 1:
                 pending, total = _carry(pending, total, leaf // RUN, LEVELS)
     out = out_ptr + row[:, None] * columns + column[None, :]
-    tl.store(out, total, mask=row_inside & column_inside)
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=row_inside & column_inside)
 
 
 def launch_row_linear_partial(
@@ -116,12 +125,14 @@ def launch_row_linear_partial(
     run: int,
     leaf_dtype: torch.dtype,
     *,
-    tile: GemmTile | None = None,
+    tile: GemmTile | FewTile | Plan | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """x [M, K_local], weight [N, K_local] bf16, any strides -> [M, N] in `leaf_dtype`.
 
-    `num_leaves` equal leaves, a power of two of runs of `run`; leaf_dtype bf16 or fp32. `tile`
-    overrides the table; conformance tests compare tiles with it. Raises `ValueError` on others.
+    `num_leaves` equal leaves, a power of two of runs of `run`; leaf_dtype bf16 or fp32. `out_dtype`
+    rounds the root once more, for a rank that owns every leaf. `tile` overrides the tables;
+    conformance tests compare entries with it. Raises `ValueError` on others.
     """
     require_matrices("row_linear", x, weight)
     rows, k_size = x.shape
@@ -136,13 +147,19 @@ def launch_row_linear_partial(
         leaf_dtype in (torch.bfloat16, torch.float32),
         f"row_linear kernel: leaf_dtype is {leaf_dtype}; it is bfloat16 or float32",
     )
-    out = x.new_empty((rows, columns), dtype=leaf_dtype)
+    out = x.new_empty((rows, columns), dtype=out_dtype or leaf_dtype)
     if out.numel() == 0:
         return out
+    # fp32 leaves, one or two a run, are a balanced tree: what the Hopper entries add.
+    balanced = leaf_dtype == torch.float32 and run <= 2
+    if balanced and launch_entry(x, weight, out, num_leaves, tile):
+        return out
+    assert tile is None or isinstance(tile, GemmTile), tile
     tile = tile or tile_for(TILES, rows)
     row_linear_kernel[(triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n),)](
         x, weight, out, rows, columns, *x.stride(), *weight.stride(),
         LEAF_WIDTH=k_size // num_leaves, RUN=run, LEVELS=runs.bit_length() - 1,
+        LEAF=tl.bfloat16 if leaf_dtype == torch.bfloat16 else tl.float32,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=BLOCK_K, GROUP=GROUP,
         num_warps=tile.warps, num_stages=tile.stages, **UNFUSED,
     )  # fmt: skip

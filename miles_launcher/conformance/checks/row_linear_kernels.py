@@ -8,7 +8,7 @@ from ..bits import random
 from ..context import Context, array
 from ..oracle import products
 from ..oracle.numbers import Array, bf16
-from ..properties import NotShown
+from ..properties import Mismatch, NotShown
 from .common import no_split, splits
 from .row_linear_cases import COLUMNS, V1, V2, Case, cases, operands, random_operands, whole
 
@@ -62,12 +62,31 @@ def kernel_table(ctx: Context, contract: str) -> str:
     for entry in table.entries:
         out = table.run(entry, x, weight, 1, 1, torch.float32)
         ctx.equal(out, plain, f"one segment against linear, {entry}")
-    return f"{len(table.entries)} entries, rows {ctx.setting.rows}"
+    text = f"{len(table.entries)} entries, rows {ctx.setting.rows}"
+    return text + _fitted(ctx, contract, splitting=False)
+
+
+def _fitted(ctx: Context, contract: str, *, splitting: bool) -> str:
+    """The entries that are fitted to a shape; they add fp32 leaves, so they are v2's alone."""
+    fitted = ctx.subject.fitted
+    if fitted is None or contract == V1:
+        return ""
+    cases = [e for e in fitted.entries if (e in fitted.splitting) == splitting]
+    try:
+        compared = fitted.compare(cases)
+    except AssertionError as error:
+        raise Mismatch(str(error)) from None
+    ctx.require(compared > 0, "no output of a fitted entry was compared")
+    return f"; {len(cases)} fitted to the shape, {compared} outputs"
 
 
 def split_k(ctx: Context, contract: str) -> str:
     table = ctx.subject.table("row_linear")
     entries = [e for e in table.entries if splits(e) > 1] if table else []
+    if table is not None and not entries:
+        text = _fitted(ctx, contract, splitting=True)
+        if text:
+            return text.removeprefix("; ")
     if table is None or not entries:
         raise no_split("row_linear")
     one_pass = next(e for e in table.entries if splits(e) == 1)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ...schema.reduction import RowReduction, local_association, run_of
-from ..formats import DTYPES, NAMESPACE, require, rounded_dtype
+from ..formats import DTYPES, NAMESPACE, require
 from ..linear.op import check_operands
 from ..tree_all_reduce.op import RankGroup, gather_ranks
 from . import reference
@@ -36,6 +36,46 @@ def _(
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=DTYPES[leaf_dtype])
 
 
+@torch.library.custom_op(f"{NAMESPACE}::row_linear_whole", mutates_args=(), device_types="cpu")
+def _row_linear_whole(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    num_leaves: int,
+    run: int,
+    leaf_dtype: str,
+    out_dtype: str,
+) -> torch.Tensor:
+    total = reference.partial(x, weight, num_leaves, run, DTYPES[leaf_dtype])
+    return total.to(DTYPES[out_dtype])
+
+
+@_row_linear_whole.register_kernel("cuda")
+def _(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    num_leaves: int,
+    run: int,
+    leaf_dtype: str,
+    out_dtype: str,
+) -> torch.Tensor:
+    from .kernel import launch_row_linear_partial
+
+    leaf, out = DTYPES[leaf_dtype], DTYPES[out_dtype]
+    return launch_row_linear_partial(x, weight, num_leaves, run, leaf, out_dtype=out)
+
+
+@_row_linear_whole.register_fake
+def _(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    num_leaves: int,
+    run: int,
+    leaf_dtype: str,
+    out_dtype: str,
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=DTYPES[out_dtype])
+
+
 def row_linear_partial(
     x: torch.Tensor, weight: torch.Tensor, reduction: RowReduction, tensor_parallel_size: int
 ) -> torch.Tensor:
@@ -44,6 +84,13 @@ def row_linear_partial(
     Returns [M, N] in the contract's leaf dtype. Raises `ValueError` where K_local is not this
     rank's share of `reduction.k_global`, or where the share would cut a leaf.
     """
+    return _row_linear_partial(x, weight, *_share(x, weight, reduction, tensor_parallel_size))
+
+
+def _share(
+    x: torch.Tensor, weight: torch.Tensor, reduction: RowReduction, tensor_parallel_size: int
+) -> tuple[int, int, str]:
+    """(leaves, run, leaf dtype) of one rank's subtree, its operands checked."""
     check_operands("row_linear", x, weight)
     require(
         x.shape[-1] * tensor_parallel_size == reduction.k_global,
@@ -53,7 +100,7 @@ def row_linear_partial(
     node = local_association(reduction, tensor_parallel_size)
     leaves = reduction.leaves_per_rank(tensor_parallel_size)
     name = "float64" if x.dtype == torch.float64 else reduction.leaf_dtype
-    return _row_linear_partial(x, weight, leaves, run_of(node), name)
+    return leaves, run_of(node), name
 
 
 def combine_partials(
@@ -101,6 +148,11 @@ def row_linear(
     Raises `ValueError` where the shard would cut a leaf; never takes another path.
     """
     flat = x.reshape(-1, x.shape[-1])
+    rounded = "float64" if x.dtype == torch.float64 else "bfloat16"
+    if ranks.size == 1 and bias is None:
+        # The root of the tree is here: the kernel rounds it.
+        whole = _row_linear_whole(flat, weight, *_share(flat, weight, reduction, 1), rounded)
+        return whole.view(*x.shape[:-1], weight.shape[0])
     inside = bias is not None and reduction.bias_ranks > ranks.size
     if inside and ranks.rank == 0:
         assert bias is not None
@@ -108,5 +160,5 @@ def row_linear(
     else:
         mine = row_linear_partial(flat, weight, reduction, ranks.size)
     total = combine_partials(gather_ranks(mine, ranks), None if inside else bias, reduction)
-    out = total.to(rounded_dtype(x.dtype, "bfloat16"))
+    out = total.to(DTYPES[rounded])
     return out.view(*x.shape[:-1], weight.shape[0])

@@ -21,6 +21,7 @@ from sglang_patch.ops.attention import reference as attention_reference
 from sglang_patch.ops.attention.kernel import launch_attention
 from sglang_patch.ops.linear import reference as linear_reference
 from sglang_patch.ops.linear.kernel import GemmTile, launch_linear
+from sglang_patch.ops.linear.kernel_few import few_kernel
 from sglang_patch.ops.log_softmax import reference as log_softmax_reference
 from sglang_patch.ops.log_softmax.kernel import (
     launch_combine_segments,
@@ -152,6 +153,25 @@ def test_row_linear_shards_are_subtrees(leaves: int, run: int, dtype: torch.dtyp
             for r in range(tp)
         ]
         assert differing(evaluate(balanced(0, tp), parts), whole) == 0
+
+
+@pytest.mark.parametrize("segments", [1, 2, 4, 8])
+@pytest.mark.parametrize("rows", [1, 16])
+def test_few_rows_add_the_leaves_in_tree_order(segments: int, rows: int) -> None:
+    """The counters end at zero, so a second launch on them gives the same."""
+    width, columns, block_n = 72, 40, 16
+    x, weight = random(rows, segments * width, seed=33), random(columns, segments * width, seed=34)
+    expected = row_linear_reference.partial(x, weight, segments, min(segments, 2), FP32)
+    parts = torch.full((segments * rows * columns,), float("nan"))
+    arrivals = torch.zeros(3, dtype=torch.int32)
+    for dtype in (FP32, BF16):
+        out = torch.full((rows, columns), float("nan"), dtype=dtype)
+        few_kernel[(3, segments)](
+            x, weight, out, parts, arrivals, rows, columns, x.stride(0), weight.stride(0),
+            LEAF_WIDTH=width, LEAVES=segments, BLOCK_M=16, BLOCK_N=block_n, BLOCK_K=32,
+        )  # fmt: skip
+        assert differing(out, expected.to(dtype)) == 0
+        assert not arrivals.any()
 
 
 # --- attention --------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import importlib
 from typing import Any
 
 import pytest
+import triton.language as tl
 from ahead_of_time import AMPERE, HOPPER, compile_ptx, instructions
 
 from sglang_patch.ops.elementary_kernel import UNFUSED
@@ -134,6 +135,7 @@ def test_products_use_the_tensor_core_with_fp32_accumulators(target: str) -> Non
                 "LEAF_WIDTH": width,
                 "RUN": run,
                 "LEVELS": levels,
+                "LEAF": tl.bfloat16 if out == "*bf16" else tl.float32,
                 **common,
                 "BLOCK_M": tile.block_m,
                 "BLOCK_N": tile.block_n,
@@ -186,7 +188,7 @@ def test_products_and_attention_of_one_row_compile() -> None:
     ones = dict.fromkeys(("rows", "columns", *strides), 1)
     for op, extra in (
         ("linear", {"k_size": 1, "bias_ptr": None, "HAS_BIAS": False, "EVEN_K": False}),
-        ("row_linear", {"LEAF_WIDTH": 1, "RUN": 1, "LEVELS": 0}),
+        ("row_linear", {"LEAF_WIDTH": 1, "RUN": 1, "LEVELS": 0, "LEAF": tl.bfloat16}),
     ):
         function = kernel(op, f"{op}_kernel")
         assert compile_ptx(function, pointers, {**tile, **ones, **extra}, HOPPER, **UNFUSED)

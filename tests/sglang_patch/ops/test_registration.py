@@ -33,6 +33,7 @@ CASES = {
         ),
     ),
     "row_linear": ("row_linear_partial", (X, WEIGHT, 2, 2, "bfloat16")),
+    "row_linear whole": ("row_linear_whole", (X, WEIGHT, 2, 2, "float32", "bfloat16")),
     "segment_statistics": ("segment_statistics", (LOGITS, 64, 8, [64] * 7 + [52])),
     "segment_statistics strided": ("segment_statistics", (LOGITS.t()[:5], 8, 1, [5])),
     "combine_segments": ("combine_segments", (STATISTICS, STATISTICS)),
