@@ -153,7 +153,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, bool]]:
     """A stand-in for the runtime: records what it is started with, and returns 3."""
     calls: list[tuple[Path, bool]] = []
 
-    def run_launch(plan_path: Path, parity_only: bool) -> int:
+    def run_launch(plan_path: Path, parity_only: bool, bisect_on_mismatch: bool) -> int:
+        assert not bisect_on_mismatch
         calls.append((plan_path, parity_only))
         return 3
 
