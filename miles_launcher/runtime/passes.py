@@ -117,10 +117,16 @@ def kept_tokens(
 ) -> list[tuple[int, int]]:
     """The tokens whose rows the last pass stores: those that differ at the first divergence, as
     many as fit, the first one first."""
-    count = int(np.clip(_KEPT_BYTES // max(1, bytes_per_token), 1, _MAX_KEPT))
-    tokens = slots.by_position(np.flatnonzero(wrong))[:count]
-    assert slots.token(int(tokens[0])) == (found.sequence, found.position)
-    return [slots.token(int(slot)) for slot in tokens]
+    room = int(np.clip(_KEPT_BYTES // max(1, bytes_per_token), 1, _MAX_KEPT))
+    tokens: list[tuple[int, int]] = []
+    for slot in slots.by_position(np.flatnonzero(wrong)):
+        # Each sequence with this prefix may have computed the token by itself.
+        room -= len(slots.same_prefix(int(slot)))
+        if tokens and room < 0:
+            break
+        tokens.append(slots.token(int(slot)))
+    assert tokens[0] == (found.sequence, found.position)
+    return tokens
 
 
 def keep_text(found: Found, tokens: Sequence[tuple[int, int]], slots: TokenSlots) -> str:

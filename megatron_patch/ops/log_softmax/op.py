@@ -57,6 +57,11 @@ def _(largest: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
 def temperature_logits(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """Logits over temperature, a true fp32 division. logits: [rows, columns] as the lm_head left
     them; temperature: [rows, 1] fp32, or a scalar tensor."""
+    require(
+        logits.device == temperature.device,
+        f"temperature_logits: logits on {logits.device}, temperature on {temperature.device}; a "
+        "host's number would be divided by as a multiplication with its reciprocal",
+    )
     wide = accumulator_dtype(logits.dtype)
     return torch.div(logits.to(wide), temperature.to(wide))
 

@@ -11,9 +11,9 @@ from . import reference
 def rope_table(head_dim: int, max_position: int, base: float) -> torch.Tensor:
     """The cos/sin table [max_position, head_dim] fp32, cosines first, on the CPU.
 
-    Frequencies are fp32, as every checkpoint of the family was trained; angles and their cosines
-    are taken in fp64 and rounded once, so that the table does not depend on a processor's fp32
-    vector library. Both sides make it here and move it; nobody casts it.
+    Frequencies and angles are fp32, as every checkpoint of the family was trained; the cosines of
+    those angles are taken in fp64 and rounded once, so that the table does not depend on a
+    processor's fp32 vector library. Both sides make it here and move it; nobody casts it.
     """
     require(head_dim % 2 == 0, f"rope_table: head_dim={head_dim} must be even")
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
