@@ -22,7 +22,7 @@ $(STAMP): requirements.txt constraints.txt sglang_patch/pyproject.toml megatron_
 	touch $@
 
 demo: $(STAMP)
-	$(VENV)/bin/miles launch qwen3-tiny --tp 2 $(DEMO_ARGS)
+	$(VENV)/bin/miles launch qwen3-tiny --tp 2 --device cpu $(DEMO_ARGS)
 
 test: $(STAMP) sync-schema
 	$(VENV)/bin/python -m pytest $(TEST_ARGS)

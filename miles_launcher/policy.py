@@ -24,6 +24,8 @@ from .schema import (
 Device = Literal["cpu", "cuda"]
 CONTRACT_OFF = "off"
 
+# With 64-wide heads the 300th token came out otherwise in decode (H200, `miles conform`).
+_FLASH3_HEAD_DIM = 128
 ATTENTION_BACKENDS: Mapping[str, str] = MappingProxyType({"cuda": "fa3", "cpu": "reference"})
 
 
@@ -80,6 +82,16 @@ def check_family(contract: str, profile: ModelProfile) -> None:
         raise ValueError(
             f"contract {effective_contract(contract)} does not cover family {profile.family} "
             f"({profile.name}); it covers: {', '.join(covered)}"
+        )
+
+
+def check_gpu_attention(profile: ModelProfile) -> None:
+    """Raise `ValueError` where FA3 gives a decoded token other bits than a prefill gives it."""
+    if profile.head_dim != _FLASH3_HEAD_DIM:
+        raise ValueError(
+            f"{profile.name} has head_dim={profile.head_dim}: on a GPU, FA3's decode has the bits "
+            f"of its prefill for head_dim={_FLASH3_HEAD_DIM} alone; use another model, or "
+            "--device cpu"
         )
 
 

@@ -31,6 +31,7 @@ from .policy import (
     CONTRACT_OFF,
     Device,
     check_family,
+    check_gpu_attention,
     effective_contract,
     kernel_policy,
     resolve_segments,
@@ -89,6 +90,8 @@ def resolve(args: LaunchArgs, environ: Mapping[str, str] = os.environ) -> Launch
         num_gpus=num_gpus,
         colocate=settings.cluster.colocate,
     )
+    if device == "cuda" and contract != CONTRACT_OFF:
+        check_gpu_attention(profile)
     policy = kernel_policy(contract, profile, layout, segments, device)
     fault = _fault(args.inject_fault, profile, contract, layout)
     paths = _paths(args, settings, profile, environ)

@@ -83,6 +83,16 @@ def check_attention(runner: Any) -> None:
             f"attention_backend={backend!r} on {runner.device}: the contract's kernel is "
             f"{' or '.join(allowed)}"
         )
+    head_dim = runner.model_config.head_dim
+    if backend == "fa3" and head_dim != FLASH3_HEAD_DIM:
+        raise ValueError(
+            f"head_dim={head_dim} on a GPU: FA3's decode has the bits of its prefill for "
+            f"head_dim={FLASH3_HEAD_DIM} alone"
+        )
+
+
+# As in `ops/attention/kernel.py`, which imports Triton.
+FLASH3_HEAD_DIM = 128
 
 
 def load_model(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:

@@ -157,7 +157,10 @@ def test_faults_by_name() -> None:
         ("trainer:4:down_proj", "layer '4' is not 0 to 3 or 'final'"),
         ("trainer:-1:down_proj", "layer '-1' is not 0 to 3"),
         ("trainer:2:lm_head", "ops of layer 2 are input_layernorm, "),
-        ("trainer:final:down_proj", "ops of 'final' are embedding, final_norm, lm_head, logprob"),
+        (
+            "trainer:final:down_proj",
+            "ops of 'final' are embedding, final_norm, lm_head, temperature, logprob",
+        ),
     ],
 )
 def test_faults_refused(text: str, complaint: str) -> None:

@@ -151,18 +151,29 @@ def test_impossible_layout_carries_its_violations(plan_for: Any) -> None:
 def test_device_and_gpus(plan_for: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan_for().device == "cpu" and plan_for().num_gpus is None
     monkeypatch.setattr(resolving, "visible_gpus", lambda environ: 2)
-    plan = plan_for(tp=2)
+    plan = plan_for("qwen3-0.6b", tp=2)
     assert (plan.device, plan.num_gpus) == ("cuda", 2)
     assert plan.policy.attention_backend == "fa3"
     assert plan_for(device="cpu").device == "cpu"
     with pytest.raises(LayoutError, match="needs 4 GPUs"):
         plan_for(tp=4)
     # The cluster's GPUs are not this machine's.
-    assert plan_for(tp=4, environ={"RAY_ADDRESS": "ray://head:10001"}).num_gpus is None
+    assert (
+        plan_for("qwen3-0.6b", tp=4, environ={"RAY_ADDRESS": "ray://head:10001"}).num_gpus is None
+    )
     with pytest.raises(LayoutError, match="needs 4 GPUs .* 3 available"):
         plan_for(tp=4, environ={"RAY_ADDRESS": "auto"}, overrides=("cluster.num_gpus=3",))
     with pytest.raises(LayoutError, match="the sum of"):
         plan_for(tp=2, overrides=("cluster.colocate=false",))
+
+
+def test_heads_that_fa3_decodes_otherwise_are_refused_on_a_gpu(plan_for: Any) -> None:
+    gpu = {"device": "cuda", "overrides": ("cluster.num_gpus=1",)}
+    with pytest.raises(ValueError, match="qwen3-tiny has head_dim=64: .* --device cpu"):
+        plan_for(**gpu)
+    # The control has no contract to break.
+    assert plan_for(**gpu, contract="off").device == "cuda"
+    assert plan_for("qwen3-0.6b", **gpu).device == "cuda"
 
 
 def test_visible_gpus_are_cut_to_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ def value(ctx: Context) -> str:
 
 def dtypes(ctx: Context) -> str:
     run = _public(ctx)
-    q, k, v = ctx.put(*operands((3, 5), 64))
+    q, k, v = ctx.put(*operands((3, 5), ctx.setting.head_dims[-1]))
     out = run(q, k, v, [3, 5], [3, 5], 0.125)
     ctx.require(out.dtype == BF16, f"bf16 in, {out.dtype} out")
     ctx.refused(lambda: run(q, k, v, [3, 4], [3, 5], 0.125), "lengths that miss a token")
@@ -89,8 +89,8 @@ def shapes(ctx: Context) -> str:
     """Strided inputs, other group sizes, one token; what a batch holds beside is `neighbours`."""
     run = _public(ctx)
     for heads, kv_heads in ((1, 1), (6, 2), (8, 1)):
-        q = random(12, heads, 64, seed=104)
-        k, v = (random(12, kv_heads, 64, seed=n) for n in (105, 106))
+        q = random(12, heads, ctx.setting.head_dims[-1], seed=104)
+        k, v = (random(12, kv_heads, ctx.setting.head_dims[-1], seed=n) for n in (105, 106))
         out = run(*ctx.put(q, k, v), [12], [12], 0.125)
         exact, magnitudes = exact_of(q, k, v, 0.125)
         bound = 2.0**-8 * 1.1 * (exact.abs() + magnitudes)
@@ -112,7 +112,7 @@ def phases(ctx: Context) -> str:
 
 def beside(ctx: Context) -> str:
     run, lengths = _public(ctx), ctx.setting.lengths
-    q, k, v = ctx.put(*operands(lengths, 64))
+    q, k, v = ctx.put(*operands(lengths, ctx.setting.head_dims[-1]))
     out = run(q, k, v, list(lengths), list(lengths), 0.125).cpu()
     cuts = sequences(lengths)
     turned = [t for mine in reversed(cuts) for t in range(mine.start, mine.stop)]
@@ -135,8 +135,8 @@ def beside(ctx: Context) -> str:
 
 def tp_shards(ctx: Context) -> str:
     run, lengths = _public(ctx), [5, 9]
-    q = random(14, 16, 64, seed=107)
-    k, v = (random(14, 8, 64, seed=n) for n in (108, 109))
+    q = random(14, 16, ctx.setting.head_dims[-1], seed=107)
+    k, v = (random(14, 8, ctx.setting.head_dims[-1], seed=n) for n in (108, 109))
     moved = ctx.put(q, k, v)
     whole = run(*moved, lengths, lengths, 0.125).cpu()
     for tp in ctx.setting.tp:
@@ -149,7 +149,7 @@ def tp_shards(ctx: Context) -> str:
 
 def run_to_run(ctx: Context) -> str:
     run, lengths = _public(ctx), list(ctx.setting.lengths)
-    moved = ctx.put(*operands(ctx.setting.lengths, 64))
+    moved = ctx.put(*operands(ctx.setting.lengths, ctx.setting.head_dims[-1]))
     repeated(ctx, lambda: run(*moved, lengths, lengths, 0.125), "attention")
     return "four calls"
 

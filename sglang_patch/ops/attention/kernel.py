@@ -22,6 +22,7 @@ _BLOCK_QUERIES: Final = 64
 _BLOCK_KEYS: Final = 64
 _WARPS: Final = 4
 _STAGES: Final = 2
+FLASH3_HEAD_DIM: Final = 128
 _MAX_HEAD_DIM: Final = 256
 _LOG2E: Final = 1.4426950408889634
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -150,12 +151,18 @@ def launch_flash3(
     """FlashAttention-3's forward from SGLang's kernel package, one split; see `launch_attention`.
 
     Queries that are the last of longer keys (a chunk, a decode step) go through pages of one key,
-    as the engine's do. In whole keys FA3 takes other, wider key blocks for a single query, and so
-    other bits (measured on an H200 from 300 keys on; 64 and 128 wide heads alike).
+    as the engine's do. In whole keys FA3 gives a single query other bits than a prefill has
+    (measured on an H200 at 300 keys). Heads of 64 have them in pages of one key too, so only heads
+    of 128 are taken. Raises `ValueError` on others.
 
     Upstream: sgl_kernel.flash_attn, `flash_attn_varlen_func` and `flash_attn_with_kvcache`
     (sglang-kernel 0.4.5).
     """
+    require(
+        query.shape[2] == FLASH3_HEAD_DIM,
+        f"attention: head_dim={query.shape[2]}; FA3's decode has the bits of its prefill for "
+        f"head_dim={FLASH3_HEAD_DIM} alone",
+    )
     from sgl_kernel.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
     if query_lengths != key_lengths:
