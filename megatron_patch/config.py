@@ -71,9 +71,15 @@ class PolicyTransformerConfig(TransformerConfig):
 
     policy: MegatronRuntimePolicy
     rope: RopeTable
+    # What the logits of a chunk, and what is made of them, may take; at least one row is taken.
+    logits_memory_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.logits_memory_bytes < 1:
+            raise ValueError(
+                f"logits_memory_bytes={self.logits_memory_bytes} must be positive, such as 2**28"
+            )
         refused = {
             "sequence_parallel": (self.sequence_parallel, False),
             "hidden_dropout": (self.hidden_dropout, 0.0),

@@ -86,12 +86,13 @@ def build_policy_model(
     *,
     device: torch.device,
     recompute: str = "none",
+    logits_memory_bytes: int = 256 << 20,
     megatron: dict[str, Any] | None = None,
 ) -> PolicyModel:
     """This rank's model under a contract; megatron's parallel state must be initialised.
 
-    megatron: further TransformerConfig fields. Raises `ValueError` where one contradicts the
-    shape, the layout or the contract.
+    logits_memory_bytes: see `PolicyTransformerConfig`. megatron: further TransformerConfig fields.
+    Raises `ValueError` where one contradicts the shape, the layout or the contract.
     """
     settings = common_settings(
         shape,
@@ -103,7 +104,12 @@ def build_policy_model(
     )
     settings |= {"fp32_residual_connection": True, "pipeline_dtype": torch.float32}
     settings = merged(settings, megatron or {})
-    config = PolicyTransformerConfig(**settings, policy=policy, rope=RopeTable(shape))
+    config = PolicyTransformerConfig(
+        **settings,
+        policy=policy,
+        rope=RopeTable(shape),
+        logits_memory_bytes=logits_memory_bytes,
+    )
     return PolicyModel(config, **_stage(shape))
 
 

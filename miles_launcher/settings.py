@@ -68,7 +68,9 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
-    """AdamW and the shape of a training step; `micro_batch_size` counts sequences."""
+    """AdamW and the shape of a training step; `micro_batch_size` counts sequences;
+    `logits_memory_mb` (MiB) is what the logits and what is made of them may take: rows go through
+    the head in chunks, forward and backward."""
 
     lr: float = 1e-3
     weight_decay: float = 0.0
@@ -77,6 +79,7 @@ class TrainSettings:
     adam_eps: float = 1e-8
     micro_batch_size: int = 4
     recompute: str = "none"
+    logits_memory_mb: int = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +192,10 @@ def _range_problems(settings: Settings) -> list[str]:
         problems.append(f"train.adam_betas={list(train.adam_betas)} must both be in [0, 1)")
     if train.recompute not in RECOMPUTE:
         problems.append(f"train.recompute={train.recompute!r}: choose from {', '.join(RECOMPUTE)}")
+    if train.logits_memory_mb < 1:
+        problems.append(
+            f"train.logits_memory_mb={train.logits_memory_mb}: must be at least 1 (MiB)"
+        )
     fraction = rollout.mem_fraction_static
     if fraction is not None and not 0 < fraction < 1:
         problems.append(f"rollout.mem_fraction_static={fraction} must be between 0 and 1")

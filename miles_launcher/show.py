@@ -159,6 +159,7 @@ def _training(plan: LaunchPlan) -> list[tuple[str, object]]:
         ("gradient clip", f"{train.clip_grad:g}"),
         ("micro batch", f"{train.micro_batch_size} sequences"),
         ("recompute", train.recompute),
+        ("logits memory", f"{train.logits_memory_mb} MiB"),
     ]
 
 

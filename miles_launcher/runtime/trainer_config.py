@@ -60,6 +60,7 @@ class TrainerRankConfig:
 
     micro_batch_size: int = 8
     recompute: Literal["none", "full"] = "none"
+    logits_memory_bytes: int = 256 << 20
     fault: str | None = None
     seed: int = 0
     megatron: Mapping[str, Any] = field(default_factory=dict)

@@ -138,7 +138,9 @@ class TrainerRank:
                 attention_width=self.shape.attention_width,
                 intermediate_size=self.shape.intermediate_size,
             )
-            self.model = build_policy_model(self.shape, policy, **options)
+            self.model = build_policy_model(
+                self.shape, policy, logits_memory_bytes=config.logits_memory_bytes, **options
+            )
             self.steps = PolicySteps(self.model, config, self.device)
         fault = None if config.fault is None else faults.parse_fault(config.fault)
         faults.set_fault(fault, parallel_state.get_tensor_model_parallel_rank())

@@ -1,0 +1,44 @@
+"""What the rank processes run for the head's tests."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron_models import ADVANTAGES, TEMPERATURE, batch_for
+from megatron_tasks import Layout, _trainer
+
+from megatron_patch import autograd
+
+
+def in_chunks(
+    rank: int,
+    world: int,
+    port: int,
+    folder: str,
+    name: str,
+    layout: Layout,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Score and take a step; also how many rows each chunk of logits had."""
+    trainer = _trainer(rank, world, port, name, layout, options)
+    rows: list[int] = []
+    original = autograd.token_logprobs
+
+    def counted(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        rows.append(logits.shape[0])
+        return original(logits, *args, **kwargs)
+
+    try:
+        trainer.initialize()
+        trainer.load(folder)
+        batch = batch_for(name)
+        with mock.patch.object(autograd, "token_logprobs", counted):
+            scores = trainer.score(batch, TEMPERATURE)
+            forward = list(rows)
+            old = [s - 0.01 for s in scores]
+            train = trainer.train(batch, ADVANTAGES, old, TEMPERATURE)
+        return {"scores": scores, "train": train, "rows": rows, "forward_rows": forward}
+    finally:
+        trainer.shutdown()
