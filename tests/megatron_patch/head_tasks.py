@@ -42,3 +42,19 @@ def in_chunks(
         return {"scores": scores, "train": train, "rows": rows, "forward_rows": forward}
     finally:
         trainer.shutdown()
+
+
+def kept_rows(
+    rank: int, world: int, port: int, folder: str, name: str, layout: Layout, keep: str
+) -> dict[str, Any]:
+    """Score with taps that store the rows named in `keep`."""
+    options = {"segments": 2, "rollout_tensor_parallel_size": 2}
+    trainer = _trainer(rank, world, port, name, layout, options)
+    try:
+        trainer.initialize()
+        trainer.load(folder)
+        trainer.start_taps(keep)
+        trainer.score(batch_for(name), TEMPERATURE)
+        return trainer.finish_taps()
+    finally:
+        trainer.shutdown()
