@@ -10,7 +10,7 @@ from rich.table import Table
 
 from .plan import LaunchPlan
 from .profiles import PROFILES, ModelProfile
-from .schema import CONTRACTS, DEFAULT_CONTRACT
+from .schema import CONTRACTS, DEFAULT_CONTRACT, get_contract
 
 if TYPE_CHECKING:
     from .doctor import Check
@@ -90,7 +90,7 @@ def _overview(plan: LaunchPlan) -> Table:
         ("weights", paths.model_path + (" (seeded, made on demand)" if paths.seeded else "")),
         ("device", plan.device + (f", {plan.num_gpus} GPUs" if plan.num_gpus is not None else "")),
         ("contract", contract),
-        ("segments", plan.segments),
+        ("segments", _segments(plan)),
         ("rollout", f"{layout.rollout_tp} tp, {policy.attention_backend} attention"),
         ("trainer", world),
         (
@@ -106,6 +106,16 @@ def _overview(plan: LaunchPlan) -> Table:
     if plan.fault is not None:
         rows.append(("fault", f"one ulp at {plan.fault.side} {plan.fault.place}"))
     return _pairs("Plan", rows)
+
+
+def _segments(plan: LaunchPlan) -> str:
+    """The number, and why it is the default where it is."""
+    fewest = max(plan.layout.rollout_tp, plan.layout.train_tp)
+    if get_contract(plan.policy.contract).row_linear.order != "segments":
+        return f"{plan.segments}"
+    if plan.segments != fewest:
+        return f"{plan.segments} (the layout needs {fewest})"
+    return f"{plan.segments} (the larger TP degree: the fewest, cheapest in prefill and training)"
 
 
 def _row_sums(plan: LaunchPlan) -> Table:
