@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,7 +138,7 @@ class RolloutEngine:
     def start_taps(self, keep: str | None = None, fault: str | None = None) -> None:
         """Record the rows of every tap in every rank, from an empty prefix cache on; `fault` is
         injected until they are finished."""
-        self._engine.flush_cache()
+        flush_cache(self._engine)
         given = {"keep": keep, "fault": fault}
         self._engine.collective_rpc(
             START_TAPS_RPC, **{name: text for name, text in given.items() if text is not None}
@@ -170,6 +171,24 @@ class RolloutEngine:
         if self._engine is not None:
             self._engine.shutdown()
             self._engine = None
+
+
+def flush_cache(engine: Any, patience: float = 60.0) -> None:
+    """Empty the prefix cache. The engine refuses while a request is still running, and it may run
+    one step ahead of what it has returned, so it is asked until it agrees.
+
+    Raises `RuntimeError` with its answer where it does not within `patience` seconds.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        result = engine.flush_cache()
+        if result.success:
+            return
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"the engine did not empty its cache in {patience:.0f} s: {result.message}"
+            )
+        time.sleep(0.02)
 
 
 def _plain(value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from miles_launcher.plan import LaunchPlan, write
 from miles_launcher.resolve import LaunchArgs, resolve
 from miles_launcher.runtime.dumps import read_dump
 from miles_launcher.runtime.passes import _KEPT_BYTES, _MAX_KEPT, row_bytes
+from miles_launcher.runtime.rollout import flush_cache
 from miles_launcher.seeded_weights import ensure_seeded_weights
 
 BATCH = {"tokens": [[1, 2, 3]], "prompt_lengths": [1], "response_lengths": [2]}
@@ -166,3 +168,22 @@ def test_the_stored_rows_of_a_large_model_stay_within_their_budget() -> None:
 
 def test_the_command_survives_a_space_in_the_path() -> None:
     assert replay_command(Path("/a b/run")) == "miles bisect --replay '/a b/run'"
+
+
+class _Busy:
+    """An engine that refuses to empty its cache a number of times, as SGLang does while it runs."""
+
+    def __init__(self, refusals: int) -> None:
+        self.refusals, self.asked = refusals, 0
+
+    def flush_cache(self) -> Any:
+        self.asked += 1
+        return SimpleNamespace(success=self.asked > self.refusals, message="not idle")
+
+
+def test_the_cache_is_emptied_once_the_engine_is_idle_or_the_run_ends() -> None:
+    busy = _Busy(3)
+    flush_cache(busy)
+    assert busy.asked == 4
+    with pytest.raises(RuntimeError, match="did not empty its cache in 0 s: not idle"):
+        flush_cache(_Busy(1 << 30), patience=0.1)
