@@ -13,7 +13,6 @@ from .flow import OUTPUT, Place, inputs_of, made_of
 from .rows import Mask, RankRecord, SideRows, TokenSlots, side_rows
 
 BISECT_FILE = "bisect.json"
-PAGE_FILE = "bisect.html"
 # Attention reads these of every earlier token of the sequence as well.
 _OF_EARLIER_TOKENS = ("key", "value")
 

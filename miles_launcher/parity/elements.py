@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .flow import OUTPUT, Place
+from .flow import Place
 from .rows import Integers, RankRecord
 
 _DTYPES = {2: "bfloat16", 4: "float32"}
@@ -163,9 +163,3 @@ def ulp_histogram(
         "not_numbers": not_numbers,
         "buckets": buckets,
     }
-
-
-def output_places(records: Sequence[RankRecord]) -> list[str]:
-    """Names of the taps of which any rank stored output rows."""
-    names = {name for record in records for name in record.rows}
-    return sorted(name for name in names if name.endswith(f".{OUTPUT}"))

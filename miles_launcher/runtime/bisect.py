@@ -18,7 +18,6 @@ from ..bisection import ENGINES, PHASES, Sides
 from ..mismatch import read_mismatch
 from ..parity.bisect import (
     BISECT_FILE,
-    PAGE_FILE,
     Comparison,
     Flow,
     compare_rows,
@@ -28,7 +27,7 @@ from ..parity.bisect import (
 )
 from ..parity.flow import data_flow
 from ..parity.gate import GateClosed
-from ..parity.page import write_page
+from ..parity.page import PAGE_FILE, write_page
 from ..parity.report import Report
 from ..parity.rows import TokenSlots
 from ..parity.suspects import look_at
@@ -153,6 +152,8 @@ def _bisect(
     if result.found is None:
         if unequal is not None:
             raise GateClosed(f"no row differs, and yet {unequal}")
+        if between == ENGINES or plan.run.temperature == 1.0:
+            passes.check_returned()
         message = (
             f"equal: {result.rows} token rows of {len(result.ops)} tensors compared, embedding to "
             f"{flow.places[-1].op}, {len(slots)} tokens of {len(batch)} sequences; none differs"

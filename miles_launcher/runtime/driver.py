@@ -66,11 +66,16 @@ def _after_mismatch(report: Report, progress: Progress, out: Path, bisect: bool)
         return
     from .bisect import BisectOptions, run_bisect
 
-    # The run's own settings were valid for the launch; a fault of ours here must not hide its end.
-    resolved, sides, _ = bisection_plan(
-        LaunchArgs(model="", out=out / BISECT_FOLDER), ",".join(ENGINES), out
-    )
-    path = write(resolved, out / BISECT_FOLDER)
+    folder = out / BISECT_FOLDER
+    try:
+        resolved, sides, _ = bisection_plan(
+            LaunchArgs(model="", out=folder), ",".join(ENGINES), out
+        )
+        path = write(resolved, folder)
+    except (ValueError, OSError) as error:
+        # The run has ended as its report says; that stays its exit code.
+        progress.console.print(f"not bisected: {error}", markup=False, soft_wrap=True)
+        return
     run_bisect(path, BisectOptions(between=sides, replay=out))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +19,7 @@ from ..tasks import TASKS
 from .advantages import group_advantages
 from .batch import Batch
 from .checkpoints import checkpoint_folder, finish_checkpoint
+from .cluster import ProcessDied
 from .events import StepEvents
 from .progress import Progress
 from .rollout import Generation
@@ -50,8 +52,13 @@ class Loop:
         self._reward: Reward | None = None if parity_only else load_reward(plan.paths.reward)
         self._check_lengths()
 
+    @property
+    def context_length(self) -> int:
+        """Tokens that the engine takes, prompt and response."""
+        return int(self._plan.rollout.engine_kwargs["context_length"])
+
     def _check_lengths(self) -> None:
-        context = self._plan.rollout.engine_kwargs["context_length"]
+        context = self.context_length
         room = context - self._plan.run.max_new_tokens
         for prompt, ids in zip(self._prompts, self._ids, strict=True):
             if len(ids) > room:
@@ -143,8 +150,12 @@ class Loop:
         step.mismatches = [asdict(mismatch) for mismatch in found.first]
         try:
             check_tokens(found)
-        except GateClosed:
-            self._keep_batch(step, batch, rollout, scores)
+        except GateClosed as closed:
+            try:
+                self._keep_batch(step, batch, rollout, scores)
+            except (OSError, ValueError, ProcessDied) as failure:
+                # What the gate saw is the end of this run, not the full disk after it.
+                raise GateClosed(f"{closed}; the batch could not be kept: {failure}") from closed
             raise
         if self._session.patched:
             check_hook_calls(
@@ -159,6 +170,8 @@ class Loop:
         weights = self._weights
         if weights is None:
             weights = self._out / WEIGHTS_FOLDER
+            # Of an earlier start of this run, which a resumed one replaces.
+            shutil.rmtree(weights, ignore_errors=True)
             with self._progress.phase("keeping the weights", step.seconds, "keep"):
                 self._session.save_weights(weights)
         write_mismatch(self._out, step.step, asdict(batch), (rollout, scores), weights)

@@ -56,6 +56,13 @@ class Passes:
     def _score(self, batch: Batch) -> list[Any]:
         if self.between == ENGINES:
             return self._session.score(batch)
+        longest = max(len(tokens) for tokens in batch.tokens)
+        if longest >= self._loop.context_length:
+            raise ValueError(
+                f"a prefill of {longest} tokens needs one more in a context of "
+                f"{self._loop.context_length}; lower run.max_new_tokens, or raise "
+                "rollout.context_length"
+            )
         self._number += 1
         return self._session.rescore(batch, self._names(len(batch)))
 
@@ -104,6 +111,19 @@ class Passes:
             return self._session.score(batch), self._session.finish_trainer_taps()
         self._session.start_rollout_taps(keep, fault)
         return self._score(batch), self._session.finish_rollout_taps(self.between[1])
+
+    def check_returned(self) -> None:
+        """`GateClosed` where the logprobs that the two sides returned differ: rows that are equal
+        at every tap say nothing of what happens to a logprob after the last one."""
+        ours, theirs = (np.concatenate([np.asarray(r) for r in rows]) for rows in self._logprobs)
+        if ours.size == 0 or ours.shape != theirs.shape:
+            raise GateClosed(f"{ours.size} and {theirs.size} returned logprobs: nothing is shown")
+        unequal = ours.astype(np.float32).view(np.int32) != theirs.astype(np.float32).view(np.int32)
+        if unequal.any():
+            raise GateClosed(
+                f"no tapped tensor differs, and yet {int(unequal.sum())} of {unequal.size} "
+                "returned logprobs do: what carries them away from the logprob op is at fault"
+            )
 
     def sampled(self, fault: str) -> tuple[Batch, list[RankRecord]]:
         """What the rollout samples with a fault, and its record; nothing has to repeat."""
@@ -177,5 +197,9 @@ def expected_from(data: Mapping[str, Any]) -> Expected:
     """From a saved mismatch."""
     return Expected(
         data["tokens"],
-        {"rollout": data["rollout_logprobs"], "trainer": data["trainer_logprobs"]},
+        {
+            "rollout": data["rollout_logprobs"],
+            "decode": data["rollout_logprobs"],
+            "trainer": data["trainer_logprobs"],
+        },
     )

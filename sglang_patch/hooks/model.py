@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .. import state
+from ..ops.attention.op import FLASH3_HEAD_DIM
 from ..ops.tree_all_reduce.op import RankGroup
 from .target import Hook
 
@@ -89,10 +90,6 @@ def check_attention(runner: Any) -> None:
             f"head_dim={head_dim} on a GPU: FA3's decode has the bits of its prefill for "
             f"head_dim={FLASH3_HEAD_DIM} alone"
         )
-
-
-# As in `ops/attention/kernel.py`, which imports Triton.
-FLASH3_HEAD_DIM = 128
 
 
 def load_model(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:

@@ -18,10 +18,16 @@ from miles_launcher.mismatch import (
     read_mismatch,
     write_mismatch,
 )
+from miles_launcher.parity.gate import GateClosed
+from miles_launcher.parity.report import StepReport
 from miles_launcher.plan import LaunchPlan, write
 from miles_launcher.resolve import LaunchArgs, resolve
+from miles_launcher.runtime.batch import Batch
+from miles_launcher.runtime.driver import _after_mismatch, new_report
 from miles_launcher.runtime.dumps import read_dump
-from miles_launcher.runtime.passes import _KEPT_BYTES, _MAX_KEPT, row_bytes
+from miles_launcher.runtime.loop import Loop
+from miles_launcher.runtime.passes import _KEPT_BYTES, _MAX_KEPT, Passes, row_bytes
+from miles_launcher.runtime.progress import Progress
 from miles_launcher.runtime.rollout import flush_cache
 from miles_launcher.seeded_weights import ensure_seeded_weights
 
@@ -187,3 +193,73 @@ def test_the_cache_is_emptied_once_the_engine_is_idle_or_the_run_ends() -> None:
     assert busy.asked == 4
     with pytest.raises(RuntimeError, match="did not empty its cache in 0 s: not idle"):
         flush_cache(_Busy(1 << 30), patience=0.1)
+
+
+class _Fixed:
+    """Two sides that return the same logprobs again and again; a loop and a session in one."""
+
+    context_length = 4
+
+    def __init__(self, ours: list[float], theirs: list[float]) -> None:
+        self.ours, self.theirs = ours, theirs
+
+    def sample(self, step: int, names: Any) -> Any:
+        ids = tuple(range(2, 2 + len(self.ours)))
+        generation = SimpleNamespace(response_ids=ids, logprobs=self.ours)
+        batch = Batch(tokens=[[1, *ids]], prompt_lengths=[1], response_lengths=[len(self.ours)])
+        return [0], [generation], batch
+
+    def score(self, batch: Batch) -> list[Any]:
+        return [np.asarray(self.theirs, np.float32)]
+
+
+def passes(ours: list[float], theirs: list[float], between: Any = ENGINES) -> Passes:
+    both: Any = _Fixed(ours, theirs)
+    made = Passes(both, both, 0, between)
+    made.plain()
+    return made
+
+
+def test_equal_taps_are_not_enough_where_the_returned_logprobs_differ() -> None:
+    passes([-1.5, -2.0], [-1.5, -2.0]).check_returned()
+    one_ulp = float(np.nextafter(np.float32(-2.0), np.float32(0)))
+    with pytest.raises(GateClosed, match="and yet 1 of 2 returned logprobs do"):
+        passes([-1.5, -2.0], [-1.5, one_ulp]).check_returned()
+    with pytest.raises(GateClosed, match="0 and 0 returned logprobs: nothing is shown"):
+        passes([], []).check_returned()
+
+
+def test_a_prefill_that_does_not_fit_is_refused_before_the_engine_sees_it() -> None:
+    with pytest.raises(ValueError, match="a prefill of 4 tokens needs one more in a context of 4"):
+        passes([-1.0, -2.0, -3.0], [], PHASES)
+
+
+def test_a_batch_that_cannot_be_kept_leaves_the_gate_closed(
+    run: LaunchPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens that differ are the end of the run, not the disk that was full after it."""
+    loop = object.__new__(Loop)
+    report: Any = SimpleNamespace(steps=[])
+    loop._report = report
+    rollout, scores = [np.array([-1.0], np.float32)], [np.array([-2.0], np.float32)]
+    generation: Any = SimpleNamespace(response_ids=(7,))
+
+    def full(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Loop, "_keep_batch", full)
+    batch = Batch(tokens=[[1, 7]], prompt_lengths=[1], response_lengths=[1])
+    with pytest.raises(GateClosed, match="1 of 1 tokens differ.*could not be kept: no space left"):
+        loop._gate(StepReport(step=0), batch, [generation], rollout, scores)
+    assert report.steps[0].mismatched_tokens == 1
+
+
+def test_a_bisection_that_cannot_start_leaves_the_run_its_end(
+    run: LaunchPlan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No mismatch was kept: that is said, nothing is raised over the report's exit code."""
+    report = new_report(run)
+    report.steps.append(StepReport(step=0, mismatched_tokens=1))
+    _after_mismatch(report, Progress(report), Path(run.paths.out), True)
+    said = capsys.readouterr().out
+    assert "miles bisect --replay" in said and "not bisected: " in said and MISMATCH_FILE in said

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from miles_launcher import policy
 from miles_launcher import resolve as resolving
 from miles_launcher.conf import CONF_DIR, compose_settings, setting_keys
 from miles_launcher.devices import resolve_device, visible_gpus
 from miles_launcher.layout import LayoutError
 from miles_launcher.settings import Settings
+from sglang_patch.ops.attention.op import FLASH3_HEAD_DIM
 
 
 @pytest.mark.parametrize("group", ["layout", "contract", "run"])
@@ -168,6 +170,7 @@ def test_device_and_gpus(plan_for: Any, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_heads_that_fa3_decodes_otherwise_are_refused_on_a_gpu(plan_for: Any) -> None:
+    assert policy._FLASH3_HEAD_DIM == FLASH3_HEAD_DIM, "the launcher loads no op to plan"
     gpu = {"device": "cuda", "overrides": ("cluster.num_gpus=1",)}
     with pytest.raises(ValueError, match="qwen3-tiny has head_dim=64: .* --device cpu"):
         plan_for(**gpu)

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from ..elementary_kernel import UNFUSED
 from ..formats import require
+from .op import FLASH3_HEAD_DIM
 
 # One tile for prefill and decode: the height of a product may not change with the number of
 # queries. Scores of 64 x 64 and a 128-wide accumulator are 96 registers a thread over 4 warps.
@@ -22,7 +23,6 @@ _BLOCK_QUERIES: Final = 64
 _BLOCK_KEYS: Final = 64
 _WARPS: Final = 4
 _STAGES: Final = 2
-FLASH3_HEAD_DIM: Final = 128
 _MAX_HEAD_DIM: Final = 256
 _LOG2E: Final = 1.4426950408889634
 _LN2 = tl.constexpr(0.6931471805599453)

@@ -9,6 +9,8 @@ import torch
 _LEAST: Final = 1 << 14
 # Keys: (device, stream); stream None: what graphs captured on the device use.
 _HELD: dict[tuple[int, int | None], torch.Tensor] = {}
+# Smaller sets that graphs captured earlier still write to: freed, they would be other tensors.
+_CAPTURED: list[torch.Tensor] = []
 
 
 def counters(x: torch.Tensor, number: int) -> torch.Tensor:
@@ -30,5 +32,6 @@ def counters(x: torch.Tensor, number: int) -> torch.Tensor:
         _HELD[key] = fresh
         captured = _HELD.get((device, None))
         if captured is None or captured.numel() < number:
+            _CAPTURED.extend([] if captured is None else [captured])
             _HELD[device, None] = x.new_zeros(fresh.numel(), dtype=torch.int32)
     return fresh

@@ -7,6 +7,9 @@ import torch
 from ..formats import NAMESPACE, require
 from . import reference
 
+# FA3's decode has the bits of its prefill for heads of this width alone (docs/parity.md).
+FLASH3_HEAD_DIM = 128
+
 
 @torch.library.custom_op(f"{NAMESPACE}::attention", mutates_args=(), device_types="cpu")
 def _attention(
