@@ -2,6 +2,7 @@
 # make test     install what is missing, then every test
 # make install  .venv with the three packages and their pinned dependencies
 # make lint     ruff, mypy and the pre-commit hooks' other checks
+# make benchmarks OUT=FOLDER   every kernel benchmark on the GPU present, its proof first
 # make sync-schema   check the vendored copies (repair: tools/sync_schema.py --write)
 
 VENV ?= .venv
@@ -11,7 +12,7 @@ STAMP := $(VENV)/.installed
 DEMO_ARGS ?=
 TEST_ARGS ?=
 
-.PHONY: install demo test lint sync-schema
+.PHONY: install demo test lint benchmarks sync-schema
 
 install: $(STAMP)
 
@@ -31,6 +32,10 @@ lint: $(STAMP) sync-schema
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+# With PYTHON's packages, not .venv's: a GPU host brings its own torch and Triton.
+benchmarks:
+	PYTHONPATH=. $(PYTHON) -m benchmarks $(or $(OUT),$(error name the folder of the results: make benchmarks OUT=FOLDER))
 
 # The checker needs the standard library only, so it runs before anything is installed.
 sync-schema:

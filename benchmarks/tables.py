@@ -1,0 +1,156 @@
+"""The tables of docs/performance.md, rendered from the committed results. Standard library only.
+
+    python3 -m benchmarks.tables            # exit code 1 where the document is not what they say
+    python3 -m benchmarks.tables --write    # mend it
+
+In the document a table stands between `<!-- table NAME FILE -->` and `<!-- end -->`; FILE is
+relative to docs/.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+DOCS: Final = Path(__file__).resolve().parents[1] / "docs"
+DOCUMENT: Final = DOCS / "performance.md"
+_BLOCK: Final = re.compile(r"(<!-- table (\w+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+Document = Mapping[str, Any]
+Row = Mapping[str, Any]
+
+
+def grid(header: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int = 1) -> str:
+    """A Markdown table; the first `text_columns` are aligned left, the others right."""
+    rule = ["---"] * text_columns + ["--:"] * (len(header) - text_columns)
+    return "".join("| " + " | ".join(line) + " |\n" for line in (header, rule, *rows))
+
+
+def ratio(row: Row | None, target: float | None = None) -> str:
+    """Two decimals, bold above the target; empty where nothing was measured."""
+    if row is None or "ratio" not in row:
+        return ""
+    limit = row.get("target") if target is None else target
+    text = f"{row['ratio']:.2f}"
+    return f"**{text}**" if limit is not None and row["ratio"] > limit else text
+
+
+def _of(document: Document, **wanted: Any) -> list[Row]:
+    return [r for r in document["rows"] if all(r[key] == value for key, value in wanted.items())]
+
+
+def _only(document: Document, **wanted: Any) -> Row | None:
+    found = _of(document, **wanted)
+    assert len(found) <= 1, wanted
+    return found[0] if found else None
+
+
+def _distinct(document: Document, key: str) -> list[Any]:
+    return list(dict.fromkeys(row[key] for row in document["rows"]))
+
+
+def row_linear(document: Document) -> str:
+    """TP=1: a line for each layer and number of segments."""
+    sizes = _distinct(document, "rows")
+    lines = []
+    for layer in _distinct(document, "layer"):
+        name, _, degree = layer.rpartition(" ")
+        for leaves in (1, 2, 4, 8) if degree == "TP=1" else ():
+            cells = [_only(document, layer=layer, leaves=leaves, rows=m) for m in sizes]
+            shape = f"({cells[0]['columns']}, {cells[0]['k']})" if cells[0] else ""
+            lines.append([f"{name} {shape}", str(leaves), *map(ratio, cells)])
+    return grid(["layer", "L", *(f"M={m}" for m in sizes)], lines)
+
+
+def segments(document: Document) -> str:
+    """o_proj and down_proj together, over the same sum at one segment."""
+    sizes = [m for m in _distinct(document, "rows") if m != 128]
+
+    def total(model: str, leaves: int, rows: int) -> float:
+        pair = [
+            _only(document, layer=f"{model} {layer} TP=1", leaves=leaves, rows=rows)
+            for layer in ("o_proj", "down_proj")
+        ]
+        return sum(row["ours_us"] for row in pair if row)
+
+    models = list(dict.fromkeys(layer.split()[0] for layer in _distinct(document, "layer")))
+    lines = [
+        [model, str(s), *(f"{total(model, s, m) / total(model, 1, m):.2f}" for m in sizes)]
+        for model in models
+        for s in (2, 4, 8)
+    ]
+    return grid(["model", "S", *(f"M={m}" for m in sizes)], lines)
+
+
+def partial_sums(document: Document) -> str:
+    """TP>1: median and worst over the layers, for either output of torch.mm."""
+    lines = []
+    for rows in _distinct(document, "rows"):
+        for leaves in (1, 2, 4):
+            found = _of(document, rows=rows, leaves=leaves, out_dtype="float32")
+            both = (
+                [row["ours_us"] / row[peer] for row in found]
+                for peer in ("torch_mm_us", "torch_mm_fp32_out_us")
+            )
+            texts = [f"{statistics.median(r):.2f}, {max(r):.2f}" for r in both]
+            lines.append([str(rows), str(leaves), *texts])
+    header = ["M", "L", "over bf16 `torch.mm`", "over fp32 `torch.mm`"]
+    return grid(header, lines, text_columns=0)
+
+
+def linear(document: Document) -> str:
+    """Column-parallel layers; lm_head over the fp32 form of torch.mm."""
+    sizes = _distinct(document, "rows")
+    lines = []
+    for layer in _distinct(document, "layer"):
+        cells = [_only(document, layer=layer, rows=m) for m in sizes]
+        if cells[0] and "torch_mm_fp32_out_us" in cells[0]:
+            cells = [
+                row and {**row, "ratio": row["ours_us"] / row["torch_mm_fp32_out_us"]}
+                for row in cells
+            ]
+        shape = f"({cells[0]['columns']}, {cells[0]['k']})" if cells[0] else ""
+        lines.append([f"{layer} {shape}", *map(ratio, cells)])
+    return grid(["layer (N, K)", *(f"M={m}" for m in sizes)], lines)
+
+
+TABLES: Final[Mapping[str, Callable[[Document], str]]] = {
+    "row_linear": row_linear,
+    "segments": segments,
+    "partial_sums": partial_sums,
+    "linear": linear,
+}
+
+
+def render(text: str) -> str:
+    """`text` with every marked table made anew. `ValueError` for an unknown table or file."""
+
+    def table(match: re.Match[str]) -> str:
+        begin, name, file, end = match.groups()
+        path = DOCS / file
+        if name not in TABLES or not path.is_file():
+            raise ValueError(f"table {name} {file}: no such table or file below {DOCS.name}/")
+        return begin + TABLES[name](json.loads(path.read_text())) + end
+
+    return _BLOCK.sub(table, text)
+
+
+def main(arguments: list[str]) -> int:
+    """0: the document says what the results say; 1: it does not (and `--write` was not given)."""
+    text = DOCUMENT.read_text()
+    wanted = render(text)
+    if "--write" in arguments:
+        DOCUMENT.write_text(wanted)
+    elif text != wanted:
+        print(f"{DOCUMENT.name}: tables differ from the results; --write mends them")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

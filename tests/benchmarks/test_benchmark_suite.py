@@ -1,0 +1,97 @@
+"""What may report speed, and that the document's tables are the committed results'."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import tables
+from benchmarks.suite import BENCHMARKS, Benchmark, refusal, select
+from miles_launcher.conformance.certificate import OP_NAMES, Cell, Certificate, Machine
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARK = Benchmark(name="some", ops=("rope", "linear"))
+GOOD = Cell(status="ok", detail="", compared=5, seconds=0.0, degrees=())
+
+
+def certificate(**ops: dict[str, Cell]) -> Certificate:
+    return Certificate(
+        format=1,
+        date="",
+        device=Machine(kind="cuda", name="G", capability="9.0", driver=None),
+        versions={},
+        ops_digest="",
+        schema_digest="",
+        contracts={},
+        setting="full",
+        seconds=0.0,
+        results=ops,
+        ok=True,
+        complete=False,
+        digest="",
+    )
+
+
+def test_a_proven_op_may_report_speed() -> None:
+    unshown = replace(GOOD, status="not shown", compared=0)
+    proof = certificate(rope={"order": GOOD}, linear={"order": GOOD, "ranks": unshown})
+    assert refusal(BENCHMARK, proof, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("linear", "reason"),
+    [
+        ({"order": GOOD, "value": replace(GOOD, status="failed")}, "linear failed value"),
+        ({}, "linear was not run"),
+        ({"order": replace(GOOD, compared=0)}, "linear: the conformance suite compared nothing"),
+    ],
+)
+def test_a_red_absent_or_empty_proof_reports_no_speed(linear: dict[str, Cell], reason: str) -> None:
+    said = refusal(BENCHMARK, certificate(rope={"order": GOOD}, linear=linear), 1)
+    assert said is not None and said.startswith(reason)
+
+
+def test_too_few_gpus_are_said_with_the_numbers() -> None:
+    proof = certificate(rope={"order": GOOD}, linear={"order": GOOD})
+    assert refusal(replace(BENCHMARK, gpus=2), proof, 1) == "needs 2 GPUs, 1 here"
+
+
+def test_every_benchmark_is_a_module_and_names_ops_of_the_suite() -> None:
+    for benchmark in BENCHMARKS:
+        assert importlib.util.find_spec(benchmark.module), benchmark.module
+        assert benchmark.ops and set(benchmark.ops) <= set(OP_NAMES)
+    assert select(()) == BENCHMARKS
+    with pytest.raises(ValueError, match="unknown benchmark 'rows'; there are row_linear"):
+        select(["rows"])
+
+
+def test_the_command_says_what_is_wrong_before_it_runs_anything(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks", str(tmp_path / "out"), "--only", "rows"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.startswith("error: unknown benchmark 'rows'")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_documents_tables_are_those_of_the_results() -> None:
+    text = tables.DOCUMENT.read_text()
+    assert text.count("<!-- table ") >= 4
+    assert tables.render(text) == text
+
+
+def test_a_changed_figure_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "<!-- table linear r.json -->\nstale\n<!-- end -->\n"
+    row = {"layer": "a", "rows": 1, "columns": 2, "k": 3, "ratio": 1.051, "target": 1.05}
+    (tmp_path / "r.json").write_text(json.dumps({"rows": [row]}))
+    monkeypatch.setattr(tables, "DOCS", tmp_path)
+    assert "| a (2, 3) | **1.05** |" in tables.render(text)
+    (tmp_path / "r.json").write_text(json.dumps({"rows": [{**row, "ratio": 1.05}]}))
+    assert "| a (2, 3) | 1.05 |" in tables.render(text)
+    with pytest.raises(ValueError, match="no such table or file"):
+        tables.render(text.replace("r.json", "s.json"))
