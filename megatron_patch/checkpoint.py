@@ -122,38 +122,55 @@ def _local(parameters: dict[str, torch.nn.Parameter], block: Block) -> torch.Ten
     return parameters[block.parameter].detach()[start:stop].contiguous()
 
 
-@torch.no_grad()
+class WeightExport:
+    """Whole Hugging Face tensors out of a sharded model, gathered to rank 0 one at a time.
+
+    Collective: every rank makes one and calls `gather` for the same names in the same order; the
+    others send and receive nothing. Context-parallel replicas do not send.
+    """
+
+    def __init__(self, model: torch.nn.Module, shape: ModelShape, padded_vocab_size: int) -> None:
+        self.tensors = hf_tensors(shape)
+        self._rank = dist.get_rank()
+        self._parameters = dict(model.named_parameters())
+        self._held: dict[str, list[tuple[int, Block]]] = {}
+        for owner, place, cp_rank in _coordinates():
+            if cp_rank == 0:
+                for block in blocks(shape, place, padded_vocab_size):
+                    if block.counted:
+                        self._held.setdefault(block.name, []).append((owner, block))
+
+    @torch.no_grad()
+    def gather(self, name: str, out: torch.Tensor | None) -> None:
+        """Fill `out` with the tensor `name`: bf16 of its whole shape, on any device, on rank 0;
+        elsewhere it is not looked at."""
+        for owner, block in self._held[name]:
+            if self._rank == owner:
+                part = _local(self._parameters, block)
+                if self._rank != 0:
+                    dist.send(part.view(torch.uint8), dst=0)
+            elif self._rank == 0:
+                device = next(iter(self._parameters.values())).device
+                part = torch.empty(block.size, dtype=torch.bfloat16, device=device)
+                dist.recv(part.view(torch.uint8), src=owner)
+            if self._rank == 0:
+                assert out is not None and tuple(out.shape) == self.tensors[name], name
+                rows = slice(*block.rows)
+                where = rows if block.columns is None else (rows, slice(*block.columns))
+                out[where] = part.to(out.device)
+
+
 def export_hf(
     model: torch.nn.Module, shape: ModelShape, padded_vocab_size: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (Hugging Face name, whole bf16 tensor on the CPU) on rank 0, in file order.
 
-    Collective: every rank must exhaust the iterator; the others send and yield nothing. Context-
-    parallel replicas do not send.
+    Collective: every rank must exhaust the iterator; the others yield nothing.
     """
-    rank = dist.get_rank()
-    parameters = dict(model.named_parameters())
-    held: dict[str, list[tuple[int, Block]]] = {}
-    for owner, place, cp_rank in _coordinates():
-        if cp_rank == 0:
-            for block in blocks(shape, place, padded_vocab_size):
-                if block.counted:
-                    held.setdefault(block.name, []).append((owner, block))
-    for name, size in hf_tensors(shape).items():
-        whole = torch.empty(size, dtype=torch.bfloat16) if rank == 0 else None
-        for owner, block in held[name]:
-            if rank == owner:
-                part = _local(parameters, block)
-                if rank != 0:
-                    dist.send(part.view(torch.uint8), dst=0)
-            elif rank == 0:
-                device = next(model.parameters()).device
-                part = torch.empty(block.size, dtype=torch.bfloat16, device=device)
-                dist.recv(part.view(torch.uint8), src=owner)
-            if whole is not None:
-                rows = slice(*block.rows)
-                where = rows if block.columns is None else (rows, slice(*block.columns))
-                whole[where] = part.cpu()
+    export = WeightExport(model, shape, padded_vocab_size)
+    for name, size in export.tensors.items():
+        whole = torch.empty(size, dtype=torch.bfloat16) if dist.get_rank() == 0 else None
+        export.gather(name, whole)
         if whole is not None:
             yield name, whole
 

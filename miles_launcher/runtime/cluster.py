@@ -132,6 +132,13 @@ class Cluster:
         """The bundle of one trainer rank; shared with the engine where colocated."""
         return rank if self._colocate else self._rollout_ranks + rank
 
+    def shared_gpus(self) -> list[int]:
+        """For each of the engine's ranks the trainer rank whose GPU memory it can map: the one on
+        its own GPU, or rank 0 on the same host. Empty where the two sides share no GPU."""
+        if self._device != "cuda" or not self._colocate:
+            return []
+        return [rank if rank < self._train_ranks else 0 for rank in range(self._rollout_ranks)]
+
     def start(self, name: str, actor_class: type, bundle: int, log_path: Path, *args: Any) -> Role:
         """Start one actor in a bundle, without reserving devices: its environment names them."""
         import ray

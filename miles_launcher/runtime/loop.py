@@ -116,7 +116,9 @@ class Loop:
             self._weights = None
             step.loss, step.grad_norm = result["loss"], result["grad_norm"]
         with phase(f"step {step.step}: weight sync", step.seconds, "sync"):
-            step.weights_digest = dict(session.sync_weights())
+            session.sync_weights()
+        with phase(f"step {step.step}: weights digest", step.seconds, "digest"):
+            step.weights_digest = dict(session.digests())
         if self._due(step.step):
             with phase(f"step {step.step}: checkpoint", step.seconds, "checkpoint"):
                 folder = checkpoint_folder(self._out, step.step + 1)

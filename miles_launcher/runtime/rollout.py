@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,14 +19,15 @@ from .batch import Batch
 from .dumps import read_dump
 from .logs import redirect_output
 
+if TYPE_CHECKING:
+    from .weight_sync import SentBucket
+
 READBACK_KEY = "true_on_policy"
 DIGEST_RPC = "true_on_policy_update_weights_digest"
 START_TAPS_RPC = "true_on_policy_start_taps"
 SAVE_TAPS_RPC = "true_on_policy_save_taps"
 # A request with this before its sequence number is one whose rows taps record.
 TAP_REQUEST = "true-on-policy-tap-"
-# Weights travel to the engine in parts of about this size, so that no rank holds them twice.
-_BUCKET_BYTES = 1 << 29
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,15 +151,32 @@ class RolloutEngine:
             self._engine.collective_rpc(SAVE_TAPS_RPC, folder=folder)
             return [read_dump(Path(folder) / f"rank-{rank}.pt") for rank in range(tp_size)]
 
-    def update_weights(self, named_tensors: list[tuple[str, Any]]) -> None:
-        """Load new weights by the engine's own interface and drop every cached key and value."""
-        buckets = _buckets(named_tensors)
-        for index, bucket in enumerate(buckets):
-            last = index == len(buckets) - 1
-            result = self._engine.update_weights_from_tensor(bucket, flush_cache=last)
-            success, message = result if isinstance(result, tuple) else (result, "")
-            if not success:
-                raise RuntimeError(f"the engine refused the new weights: {message}")
+    def update_weights(
+        self, last: bool, reading: Sequence[tuple[int, int]], *sent: SentBucket
+    ) -> None:
+        """Load a bucket of new weights by the engine's own interface; after the `last` one every
+        cached key and value is dropped.
+
+        sent: what the trainer ranks that are read from handed over. reading: for each of the
+        engine's ranks, which of them it reads and by which of its handles; empty where the one
+        that was sent holds the bytes.
+        """
+        from .weight_sync import in_shared_memory, payload
+
+        bucket, ranks = sent[0].bucket, self._engine.server_args.tp_size
+        if reading:
+            assert len(reading) == ranks, (reading, ranks)
+            payloads = [payload(bucket, sent[i].handles[handle]) for i, handle in reading]
+        else:
+            assert sent[0].data is not None
+            shared = in_shared_memory(sent[0].data)
+            payloads = [payload(bucket, shared) for _ in range(ranks)]
+        result = self._engine.update_weights_from_tensor(
+            payloads, load_format="flattened_bucket", flush_cache=last
+        )
+        success, message = result if isinstance(result, tuple) else (result, "")
+        if not success:
+            raise RuntimeError(f"the engine refused the new weights: {message}")
 
     def peak_memory(self) -> int:
         """Peak resident bytes of this process and its children."""
@@ -193,16 +211,3 @@ def flush_cache(engine: Any, patience: float = 60.0) -> None:
 
 def _plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
-
-
-def _buckets(named_tensors: list[tuple[str, Any]]) -> list[list[tuple[str, Any]]]:
-    buckets: list[list[tuple[str, Any]]] = [[]]
-    size = 0
-    for name, tensor in named_tensors:
-        bytes_ = tensor.numel() * tensor.element_size()
-        if buckets[-1] and size + bytes_ > _BUCKET_BYTES:
-            buckets.append([])
-            size = 0
-        buckets[-1].append((name, tensor))
-        size += bytes_
-    return buckets

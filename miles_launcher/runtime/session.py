@@ -132,14 +132,30 @@ class Session:
         )[0]
         return result
 
-    def sync_weights(self) -> dict[str, str | None]:
-        """Trainer weights into the engine, caches dropped; then the digests of both sides."""
-        exports = [role.actor.call.remote("export_weights") for role in self._trainers]
-        # The tensors go from actor to actor; the head node never holds them.
-        update = self._rollout.actor.update_weights.remote(exports[0])
-        waiting = list(zip(self._trainers[1:], exports[1:], strict=True))
-        self._cluster.wait([*waiting, (self._rollout, update)])
-        return self.digests()
+    def sync_weights(self) -> None:
+        """Trainer weights into the engine, a bucket at a time, caches dropped."""
+        sources = self._cluster.shared_gpus()
+        read_from = list(dict.fromkeys(sources)) or [0]
+        reading = [
+            (read_from.index(source), sources[:rank].count(source))
+            for rank, source in enumerate(sources)
+        ]
+        count = self._on_trainers("begin_weight_sync")[0]
+        for index in range(count):
+            # What is sent goes from actor to actor; the head node never holds it.
+            sent = [
+                role.actor.call.remote(
+                    "send_weights", index, sources.count(rank), len(set(sources))
+                )
+                for rank, role in enumerate(self._trainers)
+            ]
+            update = self._rollout.actor.update_weights.remote(
+                index == count - 1, reading, *(sent[source] for source in read_from)
+            )
+            waiting = list(zip(self._trainers, sent, strict=True))
+            others = [pair for rank, pair in enumerate(waiting) if rank not in read_from]
+            self._cluster.wait([*others, (self._rollout, update)])
+        self._on_trainers("end_weight_sync")
 
     def digests(self) -> dict[str, str | None]:
         """Weights digests of both sides; `GateClosed` where they differ."""

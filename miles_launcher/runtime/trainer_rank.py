@@ -26,6 +26,7 @@ from .batch import Batch
 from .dumps import as_arrays
 from .trainer_config import CONTRACT_OFF, TrainerRankConfig
 from .trainer_steps import PolicySteps, StockSteps
+from .weight_sync import SentBucket, WeightSender
 
 __all__ = ["Batch", "TrainerRank", "TrainerRankConfig"]
 
@@ -38,6 +39,7 @@ class TrainerRank:
         self.shape = ModelShape(**{f.name: getattr(config, f.name) for f in fields(ModelShape)})
         self.device = torch.device("cpu")
         self._loaded_from: Path | None = None
+        self._sender: WeightSender | None = None
 
     @contextlib.contextmanager
     def _platform(self) -> Iterator[None]:
@@ -229,6 +231,27 @@ class TrainerRank:
             grad_norm = clip_gradients(self.ddp, self.config.clip_grad)
             applied, _, _ = self.optimizer.step()
         return {**result, "grad_norm": grad_norm, "update_applied": float(bool(applied))}
+
+    def begin_weight_sync(self) -> int:
+        """Make ready to hand over the weights; how many buckets there are."""
+        from megatron_patch.checkpoint import WeightExport
+
+        with self._platform():
+            export = WeightExport(self.model, self.shape, self.padded_vocab_size)
+            self._sender = WeightSender(export, self.device)
+        return len(self._sender.buckets)
+
+    def send_weights(self, index: int, readers: int, sources: int) -> SentBucket | None:
+        """Bucket `index`, as `weight_sync.WeightSender.send` hands it over."""
+        assert self._sender is not None, "begin_weight_sync first"
+        with self._platform():
+            return self._sender.send(index, readers, sources)
+
+    def end_weight_sync(self) -> None:
+        """Every reader is done: the last bucket's memory is free again."""
+        self._sender = None
+        if self.device.type == "cuda":
+            torch.cuda.ipc_collect()
 
     def export_weights(self) -> list[tuple[str, torch.Tensor]]:
         """On rank 0 every (Hugging Face name, whole bf16 CPU tensor); elsewhere an empty list."""
