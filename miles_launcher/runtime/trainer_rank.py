@@ -88,6 +88,8 @@ class TrainerRank:
             # Backward must give the same bits twice; cuBLAS also wants its workspace setting,
             # which the launcher renders into this process's environment.
             torch.use_deterministic_algorithms(True, warn_only=True)
+            # A check for code that reads what nobody wrote: one more pass over every new tensor.
+            torch.utils.deterministic.fill_uninitialized_memory = False
         dist.init_process_group(
             "nccl" if config.device == "cuda" else "gloo",
             init_method=f"tcp://{config.master_addr}:{config.master_port}",
