@@ -9,7 +9,18 @@ import torch
 from .. import ops
 from ..function import apply
 from ..ops import RankGroup
-from .products import block_count, op_calls, operand, parameter_gradient, product, tree
+from .products import (
+    add_weight_gradient,
+    block_count,
+    by_leaf,
+    on_tensor_cores,
+    op_calls,
+    operand,
+    parameter_gradient,
+    product,
+    transposed_by_leaf,
+    tree,
+)
 
 
 def _block_rows(local_rows: int, stride: int, blocks: int) -> list[list[slice]]:
@@ -20,6 +31,26 @@ def _block_rows(local_rows: int, stride: int, blocks: int) -> list[list[slice]]:
         [slice(j * part + i * width, j * part + (i + 1) * width) for j in range(stride)]
         for i in range(blocks)
     ]
+
+
+def _input_gradient(
+    dy: torch.Tensor, weight: torch.Tensor, stride: int, blocks: int, ranks: RankGroup
+) -> torch.Tensor:
+    """dy [rows, N_local] @ weight [N_local, K] on a GPU: N is cut into leaves and over the ranks
+    like the K of a row-parallel linear, so its kernel makes one rank's subtree."""
+    from ..ops.row_linear.kernel import launch_row_linear_partial
+
+    assert blocks & (blocks - 1) == 0, blocks
+    alone = ranks.size == 1
+    total = launch_row_linear_partial(
+        by_leaf(dy, stride, blocks),
+        transposed_by_leaf(weight, stride, blocks),
+        blocks,
+        min(blocks, 2),
+        torch.float32,
+        out_dtype=weight.dtype if alone else torch.float32,
+    )
+    return total if alone else ops.tree_all_reduce(total, ranks).to(weight.dtype)
 
 
 class _Linear(torch.autograd.Function):
@@ -48,7 +79,10 @@ class _Linear(torch.autograd.Function):
         blocks = block_count(rows * ranks.size // ctx.stride, ranks.size) // ranks.size
         pieces = _block_rows(rows, ctx.stride, blocks)
         dx = dweight = dbias = None
-        if ctx.needs_input_grad[0]:
+        gpu = on_tensor_cores(dy)
+        if ctx.needs_input_grad[0] and gpu:
+            dx = _input_gradient(dy, weight, ctx.stride, blocks, ranks).view(x.shape)
+        elif ctx.needs_input_grad[0]:
             w = operand(weight)
 
             def leaf(i: int) -> torch.Tensor:
@@ -61,6 +95,9 @@ class _Linear(torch.autograd.Function):
             flat = operand(x.reshape(-1, x.shape[-1]))
 
             def add_weight(target: torch.Tensor) -> None:
+                if gpu:
+                    add_weight_gradient(target, dy, flat)
+                    return
                 for piece in pieces:
                     for s in piece:
                         target[s] += product(dy[:, s].t(), flat)

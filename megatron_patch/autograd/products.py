@@ -45,6 +45,32 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a @ b
 
 
+def on_tensor_cores(x: torch.Tensor) -> bool:
+    """Whether a backward product takes the GPU's path: the forward's kernels for the gradients of
+    activations, whose bits depend on no shape, and one fp32-accumulating product for weights."""
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
+def by_leaf(x: torch.Tensor, stride: int, leaves: int) -> torch.Tensor:
+    """The last dimension of x [rows, stride * leaves * width], `stride` matrices side by side, put
+    in the order of the leaves: leaf i is piece i of every matrix."""
+    if stride == 1 or leaves == 1:
+        return x
+    return x.view(x.shape[0], stride, leaves, -1).transpose(1, 2).reshape(x.shape)
+
+
+def transposed_by_leaf(weight: torch.Tensor, stride: int = 1, leaves: int = 1) -> torch.Tensor:
+    """weight [N, K] -> [K, N] contiguous, its N in the order of `by_leaf`."""
+    n, k = weight.shape
+    pieces = weight.view(stride, leaves, n // (stride * leaves), k)
+    return pieces.permute(3, 1, 0, 2).reshape(k, n).contiguous()
+
+
+def add_weight_gradient(target: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
+    """target [N, K] fp32 += dy [rows, N].T @ x [rows, K], bf16 on a GPU, in one product."""
+    torch.addmm(target, dy.t(), x, out_dtype=torch.float32, out=target)
+
+
 def tree(count: int, leaf: Callable[[int], torch.Tensor], start: int = 0) -> torch.Tensor:
     """Balanced tree over `count` (a power of two, or any count: then left to right) leaves, made
     one after the other so that few are alive at a time."""

@@ -10,7 +10,16 @@ from .. import ops
 from ..function import apply
 from ..ops import RankGroup
 from ..schema import RowReduction
-from .products import block_count, op_calls, operand, parameter_gradient, product
+from .products import (
+    add_weight_gradient,
+    block_count,
+    on_tensor_cores,
+    op_calls,
+    operand,
+    parameter_gradient,
+    product,
+    transposed_by_leaf,
+)
 
 
 class _RowLinear(torch.autograd.Function):
@@ -38,7 +47,13 @@ class _RowLinear(torch.autograd.Function):
         width = k_local // blocks
         pieces = [slice(i * width, (i + 1) * width) for i in range(blocks)]
         dx = dweight = dbias = None
-        if ctx.needs_input_grad[0]:
+        gpu = on_tensor_cores(dy)
+        if ctx.needs_input_grad[0] and gpu:
+            from ..ops.linear.kernel import launch_linear
+
+            # No rank cuts N, and a column's bits depend on no other: one leaf.
+            dx = launch_linear(dy, transposed_by_leaf(weight), None, x.dtype).view(x.shape)
+        elif ctx.needs_input_grad[0]:
             w = operand(weight)
             dx = torch.cat([product(dy, w[:, s]) for s in pieces], dim=1)
             dx = dx.to(x.dtype).view(x.shape)
@@ -46,6 +61,9 @@ class _RowLinear(torch.autograd.Function):
             flat = operand(x.reshape(-1, k_local))
 
             def add_weight(target: torch.Tensor) -> None:
+                if gpu:
+                    add_weight_gradient(target, dy, flat)
+                    return
                 for s in pieces:
                     target[:, s] += product(dy.t(), flat[:, s])
 

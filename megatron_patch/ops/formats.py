@@ -24,3 +24,9 @@ def require(condition: bool, message: str) -> None:
     """`ValueError(message)` unless the caller's arguments satisfy `condition`."""
     if not condition:
         raise ValueError(message)
+
+
+def eager_on_gpu(x: torch.Tensor) -> bool:
+    """Whether a public op may call its kernel's launcher itself. torch.library's dispatch takes
+    longer than many kernels run; it is for those who trace: compilers, fake tensors, subclasses."""
+    return x.is_cuda and type(x) is torch.Tensor and not torch.compiler.is_compiling()

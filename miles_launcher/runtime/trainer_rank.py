@@ -89,7 +89,7 @@ class TrainerRank:
             # which the launcher renders into this process's environment.
             torch.use_deterministic_algorithms(True, warn_only=True)
             # A check for code that reads what nobody wrote: one more pass over every new tensor.
-            torch.utils.deterministic.fill_uninitialized_memory = False
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         dist.init_process_group(
             "nccl" if config.device == "cuda" else "gloo",
             init_method=f"tcp://{config.master_addr}:{config.master_port}",

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ..elementary_kernel import UNFUSED
+from ..launch import launch
 from .scratch import counters
 from .table import FEW_ROWS, FewTile
 
@@ -90,8 +91,13 @@ def launch_few(
     if leaves > 1:
         parts = x.new_empty(leaves * rows * columns, dtype=torch.float32)
         arrivals = counters(x, blocks)
-    few_kernel[(blocks, leaves)](
-        x, weight, out, parts, arrivals, rows, columns, x.stride(0), weight.stride(0),
-        LEAF_WIDTH=k_size // leaves, LEAVES=leaves, BLOCK_M=FEW_ROWS, BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k, num_warps=tile.warps, num_stages=tile.stages, **UNFUSED,
+    launch(
+        few_kernel,
+        (blocks, leaves),
+        (x, weight, out, parts, arrivals, rows, columns, x.stride(0), weight.stride(0)),
+        {
+            "LEAF_WIDTH": k_size // leaves, "LEAVES": leaves, "BLOCK_M": FEW_ROWS,
+            "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "num_warps": tile.warps,
+            "num_stages": tile.stages, **UNFUSED,
+        },
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..formats import DTYPES, NAMESPACE, require, rounded_dtype
+from ..formats import DTYPES, NAMESPACE, eager_on_gpu, require, rounded_dtype
 from . import reference
 
 
@@ -60,5 +60,11 @@ def linear(
     name = "float64" if x.dtype == torch.float64 else out_dtype
     require(name in DTYPES, f"linear: out_dtype={out_dtype!r}; choose bfloat16 or float32")
     assert rounded_dtype(x.dtype, name) == DTYPES[name]
-    out = _linear(x.reshape(-1, x.shape[-1]), weight, bias, name)
+    flat = x.reshape(-1, x.shape[-1])
+    if eager_on_gpu(flat):
+        from .kernel import launch_linear
+
+        out = launch_linear(flat, weight, bias, DTYPES[name])
+    else:
+        out = _linear(flat, weight, bias, name)
     return out.view(*x.shape[:-1], weight.shape[0])

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from ..elementary_kernel import UNFUSED
 from ..formats import require
+from ..launch import launch
 from .table import FewTile, Plan, admits, choose
 
 # 64 bf16 are the 128 bytes of one shared-memory swizzle atom.
@@ -179,11 +180,17 @@ def launch_linear(
         return out
     assert tile is None or isinstance(tile, GemmTile), tile
     tile = tile or tile_for(TILES, rows)
-    linear_kernel[(triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n),)](
-        x, weight, None if bias is None else bias.contiguous(), out, rows, columns, k_size,
-        *x.stride(), *weight.stride(),
-        HAS_BIAS=bias is not None, EVEN_K=k_size % BLOCK_K == 0,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=BLOCK_K, GROUP=GROUP,
-        num_warps=tile.warps, num_stages=tile.stages, **UNFUSED,
+    launch(
+        linear_kernel,
+        (triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n),),
+        (
+            x, weight, None if bias is None else bias.contiguous(), out, rows, columns, k_size,
+            *x.stride(), *weight.stride(),
+        ),
+        {
+            "HAS_BIAS": bias is not None, "EVEN_K": k_size % BLOCK_K == 0,
+            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": BLOCK_K, "GROUP": GROUP,
+            "num_warps": tile.warps, "num_stages": tile.stages, **UNFUSED,
+        },
     )  # fmt: skip
     return out

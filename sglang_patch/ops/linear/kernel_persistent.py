@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..elementary_kernel import UNFUSED
+from ..launch import launch
 from .kernel_leaves import count
 from .kernel_roles import consume, load
 from .scratch import counters
@@ -142,13 +143,20 @@ def launch_persistent(
     if plan.parts > 1:
         parts = x.new_empty(plan.split * plan.parts * 2 * size, dtype=torch.float32)
         arrivals = counters(x, plan.split * 2)
-    persistent_kernel[(plan.programs,)](
-        x_blocks, weight_blocks, extra_blocks,
-        TensorDescriptor.from_tensor(out, [64, width], out_layout),
-        workspace, parts, arrivals,
-        plan.units, plan.tiles - plan.split, k_size // leaves // levels.block_k,
-        triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns),
-        STAGES=levels.stages, BLOCK_N=tile.block_n, EXTRA_N=tile.extra_n, LEAVES=leaves,
-        PLACES=levels.places, STAGING=levels.staging, PARTS=plan.parts, MIXED=plan.mixed,
-        COLUMNS=tile.columns, num_warps=4, maxnreg=_AT_LAUNCH, **UNFUSED,
+    launch(
+        persistent_kernel,
+        (plan.programs,),
+        (
+            x_blocks, weight_blocks, extra_blocks,
+            TensorDescriptor.from_tensor(out, [64, width], out_layout),
+            workspace, parts, arrivals,
+            plan.units, plan.tiles - plan.split, k_size // leaves // levels.block_k,
+            triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns),
+        ),
+        {
+            "STAGES": levels.stages, "BLOCK_N": tile.block_n, "EXTRA_N": tile.extra_n,
+            "LEAVES": leaves, "PLACES": levels.places, "STAGING": levels.staging,
+            "PARTS": plan.parts, "MIXED": plan.mixed, "COLUMNS": tile.columns, "num_warps": 4,
+            "maxnreg": _AT_LAUNCH, **UNFUSED,
+        },
     )  # fmt: skip
