@@ -1,0 +1,170 @@
+"""Contract v1's entries on Hopper: each one gives the written order's bits. Imports Triton."""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from sglang_patch import ops
+from sglang_patch.ops.linear.kernel_leaves import plus
+from sglang_patch.ops.linear.table import FEW_ROWS, FewTile, PersistentTile, Plan, plan_for
+from sglang_patch.ops.row_linear.kernel import TILES, launch_row_linear_partial
+from sglang_patch.ops.row_linear.table import FEW, LEAF_WIDTH, PERSISTENT, FewPlan, admitted_parts, choose
+
+from .bits import differing, exact_leaves, one_ulp, random, small_integers
+from .context import array
+from .hopper import over_processes
+from .oracle import products
+from .oracle.numbers import bf16
+
+BF16 = torch.bfloat16
+# (tile or None for the table's choice, tiles of K, parts, only the last wave in parts).
+Case = tuple[FewTile | PersistentTile | None, int, int, bool]
+# Tiles of K: a tree of each depth from none to seven, runs of 2, 3, 19 and 37.
+_DEPTHS = (37, 38, 76, 24, 48, 64, 128, 256)
+# What the public op is asked on the entry that the table chooses.
+TILE_NUMBERS = (2, 3, 4, 6, 7, 8, 12, 16, 19, 24, 32, 37, 38, 40, 48, 64, 76, 96, 100, 148, 200)
+_COLUMNS = 648
+_PROCESSORS = (132, 7)
+
+
+def entries() -> list[Case]:
+    """Every entry of the tables with every depth of tree and every number of parts it takes, and
+    the table's choice for every number of tiles."""
+    cases: list[Case] = [(None, tiles, 1, False) for tiles in TILE_NUMBERS]
+    for few in FEW:
+        for depth, parts in ((0, 1), (1, 1), (1, 2), (3, 1), (3, 4), (5, 1), (5, 16)):
+            cases.append((few, _DEPTHS[depth], parts, False))
+    for tile in PERSISTENT:
+        for depth, leaves in enumerate(_DEPTHS):
+            if depth > 5 and tile.columns != 128:
+                continue
+            for parts, mixed in admitted_parts(tile):
+                runs = leaves // products.first_of(leaves)
+                plan = plan_for(tile, 128, 64, LEAF_WIDTH, runs, parts, mixed, 132)
+                if plan is not None:
+                    cases.append((tile, leaves, parts, mixed))
+    return cases
+
+
+def splits(case: Case) -> bool:
+    """Whether the entry gives parts of one product's K to several programs."""
+    return case[2] > 1
+
+
+def _rows(tile: FewTile | PersistentTile | None) -> tuple[int, ...]:
+    if tile is None:
+        return (1, 16, 17, 64, 129, 256, 600)
+    if isinstance(tile, FewTile):
+        return (1, 7, FEW_ROWS)
+    return (1, 33, 64, 65, 257) if tile.halved else (65, 128, 129, 600)
+
+
+def _plan(case: Case, rows: int, processors: int) -> FewPlan | Plan | None:
+    tile, leaves, parts, mixed = case
+    if tile is None:
+        return choose(rows, _COLUMNS, leaves, products.first_of(leaves), processors)
+    if isinstance(tile, FewTile):
+        return FewPlan(tile, parts)
+    runs = leaves // products.first_of(leaves)
+    return plan_for(tile, rows, _COLUMNS, LEAF_WIDTH, runs, parts, mixed, processors)
+
+
+def _written(x: torch.Tensor, weight: torch.Tensor, leaves: int) -> torch.Tensor:
+    """The oracle's order over leaves whose products are exact."""
+    parts = products.leaves(array(x), array(weight), leaves)
+    total = products.runs_then_tree([bf16(part) for part in parts], "bfloat16")
+    return torch.from_numpy(total).to(BF16)
+
+
+def compare(case: Case) -> int:
+    """Run one entry over rows and processors: on random numbers against the general kernel, on
+    exact leaves against the oracle's order. Returns how many outputs were compared.
+
+    Raises `AssertionError` naming the entry where a bit differs, or where inputs show nothing.
+    """
+    tile, leaves, _, _ = case
+    run, k_size, compared = products.first_of(leaves), leaves * LEAF_WIDTH, 0
+    most, short = max(_rows(tile)), 8
+    x = random(most, k_size, seed=51).cuda()
+    weight = random(_COLUMNS, k_size, seed=52).cuda()
+    wanted = launch_row_linear_partial(x, weight, leaves, run, BF16, tile=TILES[-1])
+    plain = launch_row_linear_partial(x, weight, leaves, leaves, BF16, tile=TILES[-1])
+    assert run == leaves or differing(plain, wanted) > 0, f"{case}: the order must show"
+    once = launch_row_linear_partial(x, weight, 1, 1, BF16, tile=TILES[-1])
+    assert differing(once, wanted) > 0, f"{case}: the leaves' roundings must show"
+    exact = exact_leaves(most, k_size, leaves, seed=53)
+    integers = small_integers(_COLUMNS, k_size, seed=54)
+    written = _written(exact[:short], integers[:64], leaves)
+    exact, integers = exact.cuda(), integers.cuda()
+    for rows in _rows(tile):
+        for processors in _PROCESSORS:
+            entry = _plan(case, rows, processors)
+            if entry is None:
+                continue
+            label = f"{case}: {rows} rows, {processors} processors"
+            found = launch_row_linear_partial(x[:rows], weight, leaves, run, BF16, tile=entry)
+            assert differing(found, wanted[:rows]) == 0, label
+            assert differing(one_ulp(found), wanted[:rows]) == 1, label
+            # Again: the counters are back at zero. Exact leaves: the order that is written.
+            found = launch_row_linear_partial(exact[:rows], integers, leaves, run, BF16, tile=entry)
+            found = found[:short, :64].cpu()
+            assert differing(found, written[: min(rows, short)]) == 0, label
+            compared += 1
+    assert compared > 0, f"{case}: fits none of the sizes"
+    if tile is None:
+        compared += _published(x, weight, wanted)
+    return compared
+
+
+def _published(x: torch.Tensor, weight: torch.Tensor, wanted: torch.Tensor) -> int:
+    """`matmul_tp_inv` with a bias, on sequences and on rows cut out of wider ones."""
+    rows, k_size = x.shape
+    bias = random(_COLUMNS, seed=55).cuda()
+    expected = (wanted.float() + bias.float()).to(BF16)
+    assert differing(wanted, expected) > 0, "the bias must show"
+    # Rows that the copy engine reads where they are, and rows that only the general kernel takes.
+    for start in (8, 1):
+        wide = torch.zeros(rows, k_size + 16, dtype=BF16, device=x.device)
+        wide[:, start : start + k_size] = x
+        rows_of = wide[:, start : start + k_size].unflatten(0, (2, rows // 2))
+        found = ops.matmul_tp_inv(rows_of, weight.t(), bias).flatten(0, 1)
+        assert differing(found, expected) == 0, f"K {k_size}, cut out at {start}"
+    return 2
+
+
+@gluon.jit
+def _sums_kernel(counts, BLOCK: gl.constexpr):
+    """How many sums of bf16 number program_id and every other differ from the fp32 sum, rounded."""
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    left = gl.zeros([BLOCK], gl.int32, layout=layout) + gl.program_id(0)
+    wrong = gl.zeros([BLOCK], gl.int32, layout=layout)
+    for start in range(0, 65536, BLOCK):
+        right = start + gl.arange(0, BLOCK, layout=layout)
+        # Each number is the lower half of one word and the upper half of another.
+        pairs = plus(left | (left << 16), right | (right << 16))
+        wide = (left << 16).to(gl.float32, bitcast=True) + (right << 16).to(
+            gl.float32, bitcast=True
+        )
+        bits = wide.to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+        wrong += (pairs != (bits | (bits << 16))).to(gl.int32)
+    gl.store(counts + gl.program_id(0), gl.sum(wrong, 0))
+
+
+def compare_sums() -> int:
+    """The consumers' addition on all 2**32 pairs of bf16 numbers; returns how many.
+
+    Raises `AssertionError` where a sum has other bits than the fp32 sum rounded to bf16.
+    """
+    counts = torch.full((65536,), -1, dtype=torch.int32, device="cuda")
+    _sums_kernel[(65536,)](counts, BLOCK=4096, num_warps=4)
+    wrong = int(counts.sum())
+    assert wrong == 0, f"{wrong} of 2**32 bf16 sums differ from the fp32 sum rounded to bf16"
+    return 1 << 32
+
+
+def compare_all(chosen: list[Case]) -> int:
+    """`compare_sums`, and `compare` for every entry; returns the outputs compared."""
+    compare_sums()
+    return over_processes(compare, chosen)
