@@ -67,6 +67,29 @@ def unpack_pairs(pairs, N: gl.constexpr):
 
 
 @gluon.jit
+def _named(FIRST: gl.constexpr, SYNC: gl.constexpr):
+    dummy = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    if FIRST:
+        if SYNC:
+            gl.inline_asm_elementwise(
+                "bar.sync 12, 256; mov.u32 $0, $1;", "=r,r", [dummy], gl.int32, False, 1
+            )
+        else:
+            gl.inline_asm_elementwise(
+                "bar.arrive 12, 256; mov.u32 $0, $1;", "=r,r", [dummy], gl.int32, False, 1
+            )
+    else:
+        if SYNC:
+            gl.inline_asm_elementwise(
+                "bar.sync 13, 256; mov.u32 $0, $1;", "=r,r", [dummy], gl.int32, False, 1
+            )
+        else:
+            gl.inline_asm_elementwise(
+                "bar.arrive 13, 256; mov.u32 $0, $1;", "=r,r", [dummy], gl.int32, False, 1
+            )
+
+
+@gluon.jit
 def _leaf(
     step, leaf, ring, turns, buffers, W: gl.constexpr, STAGES: gl.constexpr, STEPS: gl.constexpr,
     BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr, TURNS: gl.constexpr,
@@ -76,11 +99,14 @@ def _leaf(
     x_buffers, weight_buffers = buffers[0], buffers[1]
     sums = gl.zeros([64, BLOCK_N], gl.float32, layout=accumulator_layout(BLOCK_N))
     # The first consumer's turn comes first; each hands it on once its leaf is queued.
-    if TURNS:
-        mbarrier.wait(turns.index(W), (leaf & 1) ^ (1 - W))
     for k in gl.static_range(STEPS):
         stage = (step + k) % STAGES
         mbarrier.wait(full.index(stage), ((step + k) // STAGES) & 1)
+        if k == 0:
+            if TURNS > 0:
+                mbarrier.wait(turns.index(W), (leaf & 1) ^ (1 - W))
+            elif TURNS < 0:
+                _named(W == 0, True)
         if COLUMNS > BLOCK_N:
             x = x_buffers.index(stage)
             weight = weight_buffers.index(stage).slice(BLOCK_N * W, BLOCK_N, dim=0)
@@ -88,8 +114,11 @@ def _leaf(
             x = x_buffers.index(stage * 2 + W)
             weight = weight_buffers.index(stage)
         sums = warpgroup_mma(x, weight.permute([1, 0]), sums, is_async=True, use_acc=k > 0)
-        if TURNS and k + 1 == min(TURNS, STEPS):
-            mbarrier.arrive(turns.index(1 - W), count=1)
+        if k + 1 == min(max(TURNS, 0 - TURNS), STEPS):
+            if TURNS > 0:
+                mbarrier.arrive(turns.index(1 - W), count=1)
+            elif TURNS < 0:
+                _named(W == 1, False)
     sums = warpgroup_mma_wait(0, deps=[sums])
     for k in gl.static_range(STEPS):
         mbarrier.arrive(empty.index((step + k) % STAGES), count=1)
@@ -102,7 +131,9 @@ def _run(
     STEPS: gl.constexpr, BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """RUN leaves added left to right."""
-    step, leaf, total = _leaf(step, leaf, ring, turns, buffers, W, STAGES, STEPS, BLOCK_N, COLUMNS, TURNS)
+    step, leaf, total = _leaf(
+        step, leaf, ring, turns, buffers, W, STAGES, STEPS, BLOCK_N, COLUMNS, TURNS
+    )
     if RUN > 1:
         for _ in range(RUN - 1):
             step, leaf, value = _leaf(
@@ -128,6 +159,8 @@ def consume(
     workspace += (gl.program_id(0).to(gl.int64) * 2 + W) * (SIZE * count(PLACES, "W"))
     step = 0
     leaf = 0
+    if TURNS < 0 and W == 1:
+        _named(True, False)
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         tile, first, leaves, part = unit_of(unit, whole, LEAVES, PARTS, MIXED)
         total = gl.zeros([ROWS, 128, 4], gl.int32, layout=packed_layout())
@@ -249,7 +282,9 @@ def launch_tiles(
     size = 32 * tile.block_n
     workspace = parts = arrivals = out
     if "W" in levels.places:
-        workspace = x.new_empty(plan.programs * 2 * size * levels.places.count("W"), dtype=torch.int32)
+        workspace = x.new_empty(
+            plan.programs * 2 * size * levels.places.count("W"), dtype=torch.int32
+        )
     if plan.parts > 1:
         parts = x.new_empty(plan.split * plan.parts * 2 * size, dtype=torch.int32)
         arrivals = counters(x, plan.split * 2)

@@ -115,8 +115,8 @@ def matmul_tp_inv(
 ) -> torch.Tensor:
     """`a @ b + bias` in contract v1's order, in bf16.
 
-    a: [..., M, K] bf16, b: [K, N] bf16 (usually `weight.t()`), bias: [N] bf16 or None, added in bf16
-    to the rounded product: only the first rank passes one. Returns [..., M, N] bf16, contiguous.
+    a: [..., M, K] bf16, b: [K, N] bf16 (usually `weight.t()`), bias: [N] bf16 or None, added in
+    bf16 to the rounded product: only the first rank passes one. Returns [..., M, N] bf16.
     Any strides: rows that are contiguous in k and start at 16-byte addresses take the Hopper
     entries, all others the general kernel, with the same bits; leading dimensions that are no view
     of one are copied. Differentiable: the gradients are plain products. fp64 on a CPU only, for

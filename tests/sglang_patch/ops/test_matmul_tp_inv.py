@@ -1,4 +1,4 @@
-"""The published op over the CPU reference: its order, bias, shapes, strides, gradients, refusals."""
+"""The published op over the CPU reference: order, bias, shapes, strides, gradients, refusals."""
 
 from __future__ import annotations
 
