@@ -20,14 +20,15 @@ from sglang_patch.ops.row_linear.kernel import TILES, launch_row_linear_partial
 from sglang_patch.ops.row_linear.table import LEAF_WIDTH, FewPlan, choose
 from sglang_patch.schema.reduction import run_length
 
-# model: (hidden, K of o_proj, K of down_proj)
-_MODELS = {
-    "0.6B": (1024, 2048, 3072),
-    "4B": (2560, 4096, 9728),
-    "8B": (4096, 4096, 12288),
-    "32B": (5120, 8192, 25600),
-}
-_ROWS = (1, 16, 64, 128, 256, 2048, 8192)
+# (layer, N, K of one rank): even and odd numbers of tiles, trees of each depth from none to five.
+_LAYERS = (
+    ("4B o_proj TP=1", 2560, 4096),
+    ("4B down_proj TP=1", 2560, 9728),
+    ("4B down_proj TP=2", 2560, 4864),
+    ("4B down_proj TP=4", 2560, 2432),
+    ("8B down_proj TP=1", 4096, 12288),
+)
+_ROWS = (1, 16, 64, 256, 2048, 8192)
 # (N, K): {rows: microseconds}
 _PUBLISHED = {
     (2560, 4096): {1: 56.0, 64: 58.0, 2048: 219.0, 8192: 827.0},
@@ -37,24 +38,20 @@ _PUBLISHED = {
 
 
 def shapes() -> list[Shape]:
-    """Every layer at TP 1, 2 and 4 where a rank's K is whole tiles."""
-    found = []
-    for model, (hidden, *ks) in _MODELS.items():
-        for layer, k in zip(("o_proj", "down_proj"), ks, strict=True):
-            for tp in (1, 2, 4):
-                for rows in _ROWS if k // tp % LEAF_WIDTH == 0 else ():
-                    found.append(
-                        Shape(
-                            layer=f"{model} {layer} TP={tp}",
-                            rows=rows,
-                            columns=hidden,
-                            k=k // tp,
-                            leaves=k // tp // LEAF_WIDTH,
-                            out_dtype="bfloat16",
-                            published_us=_PUBLISHED.get((hidden, k // tp), {}).get(rows),
-                        )
-                    )
-    return found
+    """Every layer at every number of rows."""
+    return [
+        Shape(
+            layer=layer,
+            rows=rows,
+            columns=columns,
+            k=k,
+            leaves=k // LEAF_WIDTH,
+            out_dtype="bfloat16",
+            published_us=_PUBLISHED.get((columns, k), {}).get(rows),
+        )
+        for layer, columns, k in _LAYERS
+        for rows in _ROWS
+    ]
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, shape: Shape) -> torch.Tensor:

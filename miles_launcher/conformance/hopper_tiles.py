@@ -26,8 +26,10 @@ from .oracle.numbers import bf16
 BF16 = torch.bfloat16
 # (tile or None for the table's choice, tiles of K, parts, only the last wave in parts).
 Case = tuple[FewTile | PersistentTile | None, int, int, bool]
-# Tiles of K: a tree of each depth from none to seven, runs of 2, 3, 19 and 37.
-_DEPTHS = (37, 38, 76, 24, 48, 64, 128, 256)
+# (tiles of K, parts, only the last wave): no tree, trees of three and five levels, cut ones.
+_TREES = (
+    (19, 1, False), (24, 1, False), (96, 1, False), (76, 2, False), (32, 2, True), (24, 4, False),
+)  # fmt: skip
 # What the public op is asked on the entry that the table chooses.
 TILE_NUMBERS = (2, 3, 4, 6, 7, 8, 12, 16, 19, 24, 32, 37, 38, 40, 48, 64, 76, 96, 100, 148, 200)
 _COLUMNS = 648
@@ -35,21 +37,14 @@ _PROCESSORS = (132, 7)
 
 
 def entries() -> list[Case]:
-    """Every entry of the tables with every depth of tree and every number of parts it takes, and
-    the table's choice for every number of tiles."""
+    """The table's choice for every number of tiles, and each entry with each number of parts."""
     cases: list[Case] = [(None, tiles, 1, False) for tiles in TILE_NUMBERS]
-    for few in FEW:
-        for depth, parts in ((0, 1), (1, 1), (1, 2), (3, 1), (3, 4), (5, 1), (5, 16)):
-            cases.append((few, _DEPTHS[depth], parts, False))
+    cases += [
+        (few, tiles, parts, False) for few in FEW for tiles, parts, mixed in _TREES if not mixed
+    ]
     for tile in PERSISTENT:
-        for depth, leaves in enumerate(_DEPTHS):
-            if depth > 5 and tile.columns != 128:
-                continue
-            for parts, mixed in admitted_parts(tile):
-                runs = leaves // products.first_of(leaves)
-                plan = plan_for(tile, 128, 64, LEAF_WIDTH, runs, parts, mixed, 132)
-                if plan is not None:
-                    cases.append((tile, leaves, parts, mixed))
+        admitted = admitted_parts(tile)
+        cases += [(tile, *tree) for tree in _TREES if tree[1:] in admitted]
     return cases
 
 
@@ -60,7 +55,7 @@ def splits(case: Case) -> bool:
 
 def _rows(tile: FewTile | PersistentTile | None) -> tuple[int, ...]:
     if tile is None:
-        return (1, 16, 17, 64, 129, 256, 600)
+        return (1, 16, 64, 129, 600)
     if isinstance(tile, FewTile):
         return (1, 7, FEW_ROWS)
     return (1, 33, 64, 65, 257) if tile.halved else (65, 128, 129, 600)

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from ...schema.reduction import run_length
-from ..formats import require
+from ..formats import eager_on_gpu, require
 from . import reference
 
 _NAME: Final = "matmul_tp_inv"
@@ -123,5 +123,10 @@ def matmul_tp_inv(
     gradient checks. Raises `ValueError` on other formats (the published op also takes fp16 and
     TF32) or where K is no multiple of 128.
     """
+    learnt = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (a, b, bias)
+    )
+    if eager_on_gpu(a) and not learnt:
+        return _forward(a, b, bias)
     out: torch.Tensor = torch.ops.tp_inv_ops.matmul_tp_inv(a, b, bias)
     return out

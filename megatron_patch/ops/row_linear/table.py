@@ -1,7 +1,8 @@
 """Which kernel and which tile contract v1's products take on Hopper: never which bits they give.
 
-As `linear.table`, by arithmetic on the sizes; the nanoseconds were fitted to medians on the same
-H200. `plan_for` sees the runs of tiles as the leaves of its tree.
+As `linear.table`, by arithmetic on the sizes, with the runs of tiles as the leaves of the tree. The
+nanoseconds are those fitted there for the same tiles, and an estimate for each tile of K: 64 sums
+a thread are rounded and added while the other consumer multiplies.
 """
 
 from __future__ import annotations
@@ -10,20 +11,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, TypeAlias
 
-from ..linear.table import FEW_ROWS, FewTile, Levels, PersistentTile, Plan, plan_for
+from ..linear.table import (
+    FEW_ROWS,
+    FewTile,
+    Levels,
+    PersistentTile,
+    Plan,
+    nanoseconds,
+    plan_for,
+)
 
 # Columns of K in a leaf that the entries take: contract v1's tile.
 LEAF_WIDTH: Final = 128
-# Runs at most: the depth of the entries' trees.
-_DEPTH: Final = 8
-
-
-def _levels(block_k: int, stages: int, registers: int) -> tuple[Levels, ...]:
-    """The first levels wait in registers, those above in the workspace."""
-    return tuple(
-        Levels("R" * min(d, registers) + "W" * max(0, d - registers), block_k, stages)
-        for d in range(_DEPTH + 1)
-    )
+# Levels of the deepest tree of runs.
+_DEPTH: Final = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,48 +37,51 @@ class FewPlan:
 
 Choice: TypeAlias = FewPlan | Plan
 
+
+def _levels(block_k: int, stages: int, registers: int) -> tuple[Levels, ...]:
+    """The lowest levels wait in registers, those above, which are rarely met, in the workspace."""
+    return tuple(
+        Levels("R" * min(d, registers) + "W" * max(0, d - registers), block_k, stages)
+        for d in range(_DEPTH + 1)
+    )
+
+
 # 227 KB of shared memory and 240 registers a consumer's thread decide the stages and the places.
 PERSISTENT: Final = (
-    PersistentTile("64x32", True, 16, 0, _levels(128, 8, 3), (1.77, 150, 800), (1.77, 2600)),
-    PersistentTile("64x64", True, 32, 0, _levels(128, 6, 3), (2.39, 80, 1080), (2.75, 2500)),
-    PersistentTile("64x128", True, 64, 0, _levels(128, 4, 3), (3.3, 80, 1500), (4.6, 4000)),
-    PersistentTile("128x64", False, 64, 0, _levels(64, 8, 3), (2.95, 327, 1190), (3.45, 3800)),
-    PersistentTile("128x128", False, 128, 0, _levels(64, 6, 2), (5.0, 690, 1330), (5.2, 4800)),
-    PersistentTile("128x256", False, 256, 0, _levels(64, 4, 0), (9.8, 2900, 1500), (8.9, 9000)),
+    PersistentTile("64x32", True, 16, 0, _levels(128, 8, 3), (1.77, 20, 800), (1.77, 2600)),
+    PersistentTile("64x64", True, 32, 0, _levels(128, 6, 3), (2.39, 20, 1080), (2.75, 2500)),
+    PersistentTile("64x128", True, 64, 0, _levels(128, 4, 3), (3.3, 40, 1500), (4.6, 4000)),
+    PersistentTile("128x64", False, 64, 0, _levels(64, 8, 3), (2.95, 40, 1190), (3.45, 3800)),
+    PersistentTile("128x128", False, 128, 0, _levels(64, 6, 2), (5.0, 60, 1330), (5.2, 4800)),
 )
 
-# block_k: columns of K that are loaded at a time, a leaf.
+# block_k: a leaf is loaded at once. Without parts there are few programs, which each read further
+# ahead.
 FEW: Final = (
-    FewTile(block_n=16, block_k=LEAF_WIDTH, warps=2, stages=6),
+    FewTile(block_n=16, block_k=LEAF_WIDTH, warps=2, stages=5),
+    FewTile(block_n=16, block_k=LEAF_WIDTH, warps=2, stages=8),
     FewTile(block_n=32, block_k=LEAF_WIDTH, warps=4, stages=6),
-    FewTile(block_n=64, block_k=LEAF_WIDTH, warps=4, stages=5),
 )
+_MOST_PARTS: Final = 16
 
 
 def admitted_parts(tile: PersistentTile) -> tuple[tuple[int, bool], ...]:
     """(parts, mixed) that the table may give a tile; mixed: the last, incomplete wave alone."""
-    if tile.columns >= 128 and not tile.halved:
-        return ((1, False), (2, False), (2, True), (4, False), (4, True))
-    return ((1, False), (2, False), (4, False))
+    if tile.columns <= 64:
+        return ((1, False), (2, False), (4, False))
+    if tile.halved:
+        return ((1, False), (2, False))
+    return ((1, False), (2, False), (2, True))
 
 
 def _few(columns: int, runs: int, processors: int) -> FewPlan:
-    """At most 16 rows: as many subtrees as give each processor some programs."""
-    tile = FEW[0] if columns <= 4096 else FEW[1]
+    """At most 16 rows: as many subtrees as give each processor four programs."""
+    near, far, wide = FEW
+    tile = near if columns <= 4096 else wide
     parts, blocks = 1, -(-columns // tile.block_n)
-    while parts < runs and parts < 16 and blocks * parts < 4 * processors:
+    while parts < min(runs, _MOST_PARTS) and blocks * parts < 4 * processors:
         parts *= 2
-    return FewPlan(tile, parts)
-
-
-def _nanoseconds(plan: Plan, k_size: int, leaves: int, processors: int) -> float:
-    per_k, per_leaf, per_unit = plan.tile.whole
-    part_per_k, per_part = plan.tile.part
-    waves = -(-(plan.tiles - plan.split) // processors)
-    part_waves = -(-plan.split * plan.parts // processors)
-    return waves * (k_size * per_k + per_unit) + part_waves * (
-        k_size * part_per_k / plan.parts + per_part
-    )
+    return FewPlan(far if parts == 1 and columns <= 4096 else tile, parts)
 
 
 @lru_cache(maxsize=4096)
@@ -102,4 +106,4 @@ def choose(rows: int, columns: int, leaves: int, run: int, processors: int) -> C
                 continue
             plans.append(plan)
     k_size = leaves * LEAF_WIDTH
-    return min(plans, key=lambda plan: _nanoseconds(plan, k_size, leaves, processors), default=None)
+    return min(plans, key=lambda plan: nanoseconds(plan, k_size, leaves, processors), default=None)

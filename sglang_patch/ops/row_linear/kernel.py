@@ -14,6 +14,7 @@ import triton.language as tl
 
 from ..elementary_kernel import UNFUSED
 from ..formats import require
+from ..launch import launch
 from ..linear.kernel import (
     BLOCK_K,
     GROUP,
@@ -180,18 +181,23 @@ def launch_row_linear_partial(
     if out.numel() == 0:
         return out
     # fp32 leaves, one or two a run, are a balanced tree, and one leaf is rounded once.
-    if leaf_dtype == torch.float32 and run <= 2 or num_leaves == 1 and out.dtype == leaf_dtype:
+    balanced = leaf_dtype == torch.float32 and run <= 2
+    if balanced or (num_leaves == 1 and out.dtype == leaf_dtype):
         if not isinstance(tile, FewPlan) and launch_entry(x, weight, out, num_leaves, tile):
             return out
     elif leaf_dtype == out.dtype and launch_tiles_entry(x, weight, out, num_leaves, run, tile):
         return out
     assert tile is None or isinstance(tile, GemmTile), tile
     tile = tile or tile_for(TILES, rows)
-    row_linear_kernel[(triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n),)](
-        x, weight, out, rows, columns, *x.stride(), *weight.stride(),
-        LEAF_WIDTH=k_size // num_leaves, RUN=run, LEVELS=runs.bit_length() - 1,
-        LEAF=tl.bfloat16 if leaf_dtype == torch.bfloat16 else tl.float32,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=BLOCK_K, GROUP=GROUP,
-        num_warps=tile.warps, num_stages=tile.stages, **UNFUSED,
+    launch(
+        row_linear_kernel,
+        (triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n),),
+        (x, weight, out, rows, columns, *x.stride(), *weight.stride()),
+        {
+            "LEAF_WIDTH": k_size // num_leaves, "RUN": run, "LEVELS": runs.bit_length() - 1,
+            "LEAF": tl.bfloat16 if leaf_dtype == torch.bfloat16 else tl.float32,
+            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": BLOCK_K, "GROUP": GROUP,
+            "num_warps": tile.warps, "num_stages": tile.stages, **UNFUSED,
+        },
     )  # fmt: skip
     return out

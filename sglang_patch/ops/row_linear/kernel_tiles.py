@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..elementary_kernel import UNFUSED
+from ..launch import launch
 from ..linear.kernel_leaves import (
     accumulator_layout,
     carry,
@@ -43,7 +44,6 @@ from ..linear.table import Plan
 _AT_LAUNCH: Final = 168
 _CONSUMER = gl.constexpr(240)
 _LOADER = gl.constexpr(24)
-TURNS_VALUE = 2
 
 
 @gluon.jit
@@ -67,46 +67,22 @@ def unpack_pairs(pairs, N: gl.constexpr):
 
 
 @gluon.jit
-def _named(FIRST: gl.constexpr, SYNC: gl.constexpr):
-    dummy = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    if FIRST:
-        if SYNC:
-            gl.inline_asm_elementwise(
-                "bar.sync 12, 256; mov.u32 $0, $1;", "=r,r", [dummy], gl.int32, False, 1
-            )
-        else:
-            gl.inline_asm_elementwise(
-                "bar.arrive 12, 256; mov.u32 $0, $1;", "=r,r", [dummy], gl.int32, False, 1
-            )
-    else:
-        if SYNC:
-            gl.inline_asm_elementwise(
-                "bar.sync 13, 256; mov.u32 $0, $1;", "=r,r", [dummy], gl.int32, False, 1
-            )
-        else:
-            gl.inline_asm_elementwise(
-                "bar.arrive 13, 256; mov.u32 $0, $1;", "=r,r", [dummy], gl.int32, False, 1
-            )
-
-
-@gluon.jit
 def _leaf(
     step, leaf, ring, turns, buffers, W: gl.constexpr, STAGES: gl.constexpr, STEPS: gl.constexpr,
-    BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr, TURNS: gl.constexpr,
+    BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """A consumer's next leaf, rounded to bf16, as `pack_pairs` has it."""
     empty, full = ring
     x_buffers, weight_buffers = buffers[0], buffers[1]
+    # Narrower tiles wait for their operands, not for the tensor core.
+    TURNS: gl.constexpr = BLOCK_N >= 128 and COLUMNS == BLOCK_N
     sums = gl.zeros([64, BLOCK_N], gl.float32, layout=accumulator_layout(BLOCK_N))
-    # The first consumer's turn comes first; each hands it on once its leaf is queued.
     for k in gl.static_range(STEPS):
         stage = (step + k) % STAGES
         mbarrier.wait(full.index(stage), ((step + k) // STAGES) & 1)
-        if k == 0:
-            if TURNS > 0:
-                mbarrier.wait(turns.index(W), (leaf & 1) ^ (1 - W))
-            elif TURNS < 0:
-                _named(W == 0, True)
+        if TURNS and k == 0:
+            # The first consumer begins; each hands on once half of its leaf is queued.
+            mbarrier.wait(turns.index(W), (leaf & 1) ^ (1 - W))
         if COLUMNS > BLOCK_N:
             x = x_buffers.index(stage)
             weight = weight_buffers.index(stage).slice(BLOCK_N * W, BLOCK_N, dim=0)
@@ -114,11 +90,8 @@ def _leaf(
             x = x_buffers.index(stage * 2 + W)
             weight = weight_buffers.index(stage)
         sums = warpgroup_mma(x, weight.permute([1, 0]), sums, is_async=True, use_acc=k > 0)
-        if k + 1 == min(max(TURNS, 0 - TURNS), STEPS):
-            if TURNS > 0:
-                mbarrier.arrive(turns.index(1 - W), count=1)
-            elif TURNS < 0:
-                _named(W == 1, False)
+        if TURNS and k == (STEPS - 1) // 2:
+            mbarrier.arrive(turns.index(1 - W), count=1)
     sums = warpgroup_mma_wait(0, deps=[sums])
     for k in gl.static_range(STEPS):
         mbarrier.arrive(empty.index((step + k) % STAGES), count=1)
@@ -128,16 +101,14 @@ def _leaf(
 @gluon.jit
 def _run(
     step, leaf, ring, turns, buffers, RUN: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr,
-    STEPS: gl.constexpr, BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr, TURNS: gl.constexpr,
+    STEPS: gl.constexpr, BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """RUN leaves added left to right."""
-    step, leaf, total = _leaf(
-        step, leaf, ring, turns, buffers, W, STAGES, STEPS, BLOCK_N, COLUMNS, TURNS
-    )
+    step, leaf, total = _leaf(step, leaf, ring, turns, buffers, W, STAGES, STEPS, BLOCK_N, COLUMNS)
     if RUN > 1:
         for _ in range(RUN - 1):
             step, leaf, value = _leaf(
-                step, leaf, ring, turns, buffers, W, STAGES, STEPS, BLOCK_N, COLUMNS, TURNS
+                step, leaf, ring, turns, buffers, W, STAGES, STEPS, BLOCK_N, COLUMNS
             )
             total = plus(total, value)
     return step, leaf, total
@@ -147,7 +118,7 @@ def _run(
 def consume(
     io, ring, buffers, work, turns, RUN: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr,
     STEPS: gl.constexpr, BLOCK_N: gl.constexpr, LEAVES: gl.constexpr, PLACES: gl.constexpr,
-    PARTS: gl.constexpr, MIXED: gl.constexpr, COLUMNS: gl.constexpr, TURNS: gl.constexpr,
+    PARTS: gl.constexpr, MIXED: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """One of two: its half of each tile, leaf after leaf; arguments as in `linear.kernel_roles`."""
     out, workspace, parts, arrivals = io[3], io[4], io[5], io[6]
@@ -159,21 +130,19 @@ def consume(
     workspace += (gl.program_id(0).to(gl.int64) * 2 + W) * (SIZE * count(PLACES, "W"))
     step = 0
     leaf = 0
-    if TURNS < 0 and W == 1:
-        _named(True, False)
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         tile, first, leaves, part = unit_of(unit, whole, LEAVES, PARTS, MIXED)
         total = gl.zeros([ROWS, 128, 4], gl.int32, layout=packed_layout())
         held = (total, total, total)
         if len(PLACES) == 0:
             step, leaf, total = _run(
-                step, leaf, ring, turns, buffers, RUN, W, STAGES, STEPS, BLOCK_N, COLUMNS, TURNS
+                step, leaf, ring, turns, buffers, RUN, W, STAGES, STEPS, BLOCK_N, COLUMNS
             )
         else:
             runs = leaves // RUN
             for run in range(runs):
                 step, leaf, total = _run(
-                    step, leaf, ring, turns, buffers, RUN, W, STAGES, STEPS, BLOCK_N, COLUMNS, TURNS
+                    step, leaf, ring, turns, buffers, RUN, W, STAGES, STEPS, BLOCK_N, COLUMNS
                 )
                 total, held = carry(run, runs, total, held, waiting, workspace, W, PLACES, 0)
         last = unit >= 0
@@ -221,7 +190,6 @@ def tiles_kernel(
     PARTS: gl.constexpr,
     MIXED: gl.constexpr,
     COLUMNS: gl.constexpr,
-    TURNS: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """out [M, N] bf16 = LEAVES products of x [M, K] and weight [N, K], each rounded to bf16: RUN
@@ -256,9 +224,9 @@ def tiles_kernel(
     gl.warp_specialize(
         [
             (consume, (io, ring, buffers, work, turns, RUN, 0, STAGES, STEPS, BLOCK_N, LEAVES,
-                       PLACES, PARTS, MIXED, COLUMNS, TURNS)),
+                       PLACES, PARTS, MIXED, COLUMNS)),
             (consume, (io, ring, buffers, work, turns, RUN, 1, STAGES, STEPS, BLOCK_N, LEAVES,
-                       PLACES, PARTS, MIXED, COLUMNS, TURNS)),
+                       PLACES, PARTS, MIXED, COLUMNS)),
             (load, (io, ring, buffers, work, 0, STAGES, BLOCK_N, 0, LEAVES, PLACES, "own", PARTS,
                     MIXED, COLUMNS)),
         ],
@@ -289,13 +257,19 @@ def launch_tiles(
         parts = x.new_empty(plan.split * plan.parts * 2 * size, dtype=torch.int32)
         arrivals = counters(x, plan.split * 2)
     steps = k_size // leaves // levels.block_k
-    tiles_kernel[(plan.programs,)](
-        TensorDescriptor.from_tensor(x, [box_rows, levels.block_k], layout),
-        TensorDescriptor.from_tensor(weight, [tile.columns, levels.block_k], layout),
-        TensorDescriptor.from_tensor(out, [64, width], out_layout),
-        workspace, parts, arrivals, plan.units, plan.tiles - plan.split, steps,
-        triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns),
-        STAGES=levels.stages, STEPS=steps, BLOCK_N=tile.block_n, LEAVES=leaves, RUN=run,
-        PLACES=levels.places, PARTS=plan.parts, MIXED=plan.mixed, COLUMNS=tile.columns, TURNS=TURNS_VALUE,
-        num_warps=4, maxnreg=_AT_LAUNCH, **UNFUSED,
+    launch(
+        tiles_kernel,
+        (plan.programs,),
+        (
+            TensorDescriptor.from_tensor(x, [box_rows, levels.block_k], layout),
+            TensorDescriptor.from_tensor(weight, [tile.columns, levels.block_k], layout),
+            TensorDescriptor.from_tensor(out, [64, width], out_layout),
+            workspace, parts, arrivals, plan.units, plan.tiles - plan.split, steps,
+            triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns),
+        ),
+        {
+            "STAGES": levels.stages, "STEPS": steps, "BLOCK_N": tile.block_n, "LEAVES": leaves,
+            "RUN": run, "PLACES": levels.places, "PARTS": plan.parts, "MIXED": plan.mixed,
+            "COLUMNS": tile.columns, "num_warps": 4, "maxnreg": _AT_LAUNCH, **UNFUSED,
+        },
     )  # fmt: skip

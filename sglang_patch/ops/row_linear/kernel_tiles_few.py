@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ..elementary_kernel import UNFUSED
+from ..launch import launch
 from ..linear.scratch import counters
 from ..linear.table import FEW_ROWS, FewTile
 from .kernel import add, carry
@@ -104,9 +105,14 @@ def launch_tiles_few(
     if parts > 1:
         part_sums = x.new_empty(parts * rows * columns)
         arrivals = counters(x, blocks)
-    tiles_few_kernel[(blocks, parts)](
-        x, weight, out, part_sums, arrivals, rows, columns, x.stride(0), weight.stride(0),
-        LEAF_WIDTH=k_size // leaves, LEAVES=leaves // parts, RUN=run,
-        LEVELS=(leaves // run // parts).bit_length() - 1, PARTS=parts, BLOCK_M=FEW_ROWS,
-        BLOCK_N=tile.block_n, num_warps=tile.warps, num_stages=tile.stages, **UNFUSED,
+    launch(
+        tiles_few_kernel,
+        (blocks, parts),
+        (x, weight, out, part_sums, arrivals, rows, columns, x.stride(0), weight.stride(0)),
+        {
+            "LEAF_WIDTH": k_size // leaves, "LEAVES": leaves // parts, "RUN": run,
+            "LEVELS": (leaves // run // parts).bit_length() - 1, "PARTS": parts,
+            "BLOCK_M": FEW_ROWS, "BLOCK_N": tile.block_n, "num_warps": tile.warps,
+            "num_stages": tile.stages, **UNFUSED,
+        },
     )  # fmt: skip
