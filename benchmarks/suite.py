@@ -30,6 +30,7 @@ class Benchmark:
 
 BENCHMARKS: Final = (
     Benchmark(name="row_linear", ops=("row_linear_v2",), compiles=True),
+    Benchmark(name="row_linear_v1", ops=("row_linear_v1",), compiles=True),
     Benchmark(name="linear", ops=("linear",), compiles=True),
 )
 

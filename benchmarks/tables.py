@@ -119,11 +119,39 @@ def linear(document: Document) -> str:
     return grid(["layer (N, K)", *(f"M={m}" for m in sizes)], lines)
 
 
+def row_linear_v1(document: Document) -> str:
+    """Contract v1: a line for each layer, with its tiles of K."""
+    sizes = _distinct(document, "rows")
+    lines = []
+    for layer in _distinct(document, "layer"):
+        cells = [_only(document, layer=layer, rows=m) for m in sizes]
+        shape = f"({cells[0]['columns']}, {cells[0]['k']})" if cells[0] else ""
+        tiles = str(cells[0]["leaves"]) if cells[0] else ""
+        lines.append([f"{layer} {shape}", tiles, *map(ratio, cells)])
+    return grid(["layer (N, K)", "T", *(f"M={m}" for m in sizes)], lines)
+
+
+def published(document: Document) -> str:
+    """Contract v1 beside the published kernel's medians, which are of a run of their own."""
+    lines = []
+    for row in document["rows"]:
+        if row.get("published_us"):
+            ours = row.get("ours_us")
+            cells = [f"{row['published_us']:.0f}"]
+            cells += [f"{ours:.1f}", f"{row['published_us'] / ours:.1f}"] if ours else ["", ""]
+            lines.append(
+                [f"{row['layer']} ({row['columns']}, {row['k']})", str(row["rows"]), *cells]
+            )
+    return grid(["layer (N, K)", "M", "published, us", "here, us", "times faster"], lines)
+
+
 TABLES: Final[Mapping[str, Callable[[Document], str]]] = {
     "row_linear": row_linear,
     "segments": segments,
     "partial_sums": partial_sums,
     "linear": linear,
+    "row_linear_v1": row_linear_v1,
+    "published": published,
 }
 
 

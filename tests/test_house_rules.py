@@ -117,7 +117,9 @@ ENGINE_FILES = {
     },
     "ray": {"miles_launcher/runtime/"},
     "sglang_patch": {
+        "miles_launcher/conformance/bf16_sums.py",
         "miles_launcher/conformance/hopper.py",
+        "miles_launcher/conformance/hopper_tiles.py",
         "miles_launcher/conformance/probe_kernels.py",
         "miles_launcher/conformance/subject.py",  # what is under test; the oracle imports no op
         "miles_launcher/doctor.py",
@@ -202,6 +204,10 @@ ARRIVALS = {
     "linear/kernel_few.py": "if tl.atomic_add(arrivals_ptr + block, 1, "
     'sem="acq_rel") == LEAVES - 1:',
     "linear/kernel_roles.py": "last = gl.atomic_add(arrival, 1, "
+    'sem="acq_rel", scope="gpu") == PARTS - 1',
+    "row_linear/kernel_tiles_few.py": "if tl.atomic_add(arrivals_ptr + block, 1, "
+    'sem="acq_rel") == PARTS - 1:',
+    "row_linear/kernel_tiles.py": "last = gl.atomic_add(arrival, 1, "
     'sem="acq_rel", scope="gpu") == PARTS - 1',
 }
 

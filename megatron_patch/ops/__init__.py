@@ -16,6 +16,7 @@ from .log_softmax.op import (
 )
 from .rms_norm.op import rms_norm
 from .rope.op import rope, rope_table
+from .row_linear.matmul_tp_inv import matmul_tp_inv
 from .row_linear.op import combine_partials, row_linear, row_linear_partial
 from .silu_mul.op import silu_mul
 from .tree_all_reduce.op import RankGroup, gather_ranks, tree_all_reduce
@@ -28,6 +29,7 @@ __all__ = [
     "gather_ranks",
     "linear",
     "log_softmax",
+    "matmul_tp_inv",
     "rms_norm",
     "rope",
     "rope_table",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from typing import Any
 
 import torch
 
@@ -114,11 +116,16 @@ def compare(case: Case) -> int:
     return compared
 
 
-def compare_all(chosen: list[Case]) -> int:
-    """`compare` for every entry; returns the outputs compared."""
+def over_processes(compare_one: Callable[[Any], int], chosen: list[Any]) -> int:
+    """The sum of `compare_one` over `chosen`."""
     # Most of the time is compilation: one process a processor but two.
     workers = max(1, min(14, (os.cpu_count() or 1) - 2))
     with ProcessPoolExecutor(
         workers, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
     ) as pool:
-        return sum(pool.map(compare, chosen))
+        return sum(pool.map(compare_one, chosen))
+
+
+def compare_all(chosen: list[Case]) -> int:
+    """`compare` for every entry; returns the outputs compared."""
+    return over_processes(compare, chosen)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from . import probe_kernels
+from .checks.row_linear_cases import V1, V2
 from .subject import Fitted, Subject, Table, cpu_subject
 
 
@@ -72,18 +73,19 @@ def kernel_subject(base: Subject | None = None) -> Subject:
     )
 
 
-def _fitted() -> Fitted | None:
+def _fitted() -> tuple[tuple[str, Fitted], ...]:
     """The entries for Hopper GPUs, where there is one."""
-    from . import hopper
+    from . import hopper, hopper_tiles
 
     if not hopper.is_hopper():
-        return None
-    cases = hopper.entries()
-    return Fitted(
-        entries=tuple(cases),
-        splitting=tuple(case for case in cases if hopper.splits(case)),
-        compare=hopper.compare_all,
-    )
+        return ()
+    found = []
+    for contract, module in ((V1, hopper_tiles), (V2, hopper)):
+        cases = module.entries()
+        splitting = tuple(case for case in cases if module.splits(case))
+        fitted = Fitted(entries=tuple(cases), splitting=splitting, compare=module.compare_all)
+        found.append((contract, fitted))
+    return tuple(found)
 
 
 def _unforced(entry: Any, *arguments: Any) -> Any:

@@ -73,6 +73,7 @@ class Subject:
     linear: Function
     row_linear: Function
     row_linear_partial: Function
+    matmul_tp_inv: Function
     combine_partials: Function
     gather_ranks: Function
     tree_all_reduce: Function
@@ -88,8 +89,8 @@ class Subject:
     shard_digest: Function
     row_digests: Function
     tables: tuple[tuple[str, Table], ...] = ()
-    # Entries whose launch depends on the shape bring their own comparison: outputs compared.
-    fitted: Fitted | None = None
+    # By contract. Entries whose launch depends on the shape bring their own comparison.
+    fitted: tuple[tuple[str, Fitted], ...] = ()
 
     def table(self, name: str) -> Table | None:
         """The table behind the op called `name`, or None."""

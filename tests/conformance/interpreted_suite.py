@@ -69,7 +69,7 @@ def _plainly(function: Callable[..., Any]) -> Callable[..., Any]:
 def reference() -> Subject:
     """The public ops with the references behind them."""
     subject = cpu_subject()
-    names = [f.name for f in fields(subject) if f.name != "tables"]
+    names = [f.name for f in fields(subject) if f.name not in ("tables", "fitted")]
     return replace(subject, **{name: _plainly(getattr(subject, name)) for name in names})
 
 

@@ -108,6 +108,23 @@ def row_linear_one_pass(
     return ops.linear(x, weight, bias)
 
 
+def published_plain_tree(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What a trainer re-derived: a plain tree over all tiles."""
+    flat = a.reshape(-1, a.shape[-1])
+    leaves = leaf_products(flat, b.t(), flat.shape[1] // 128).to(BF16)
+    return _row_linear(leaves.unbind(0), bias).view(*a.shape[:-1], b.shape[1])
+
+
+def published_bias_before_rounding(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The bias inside the first tile's fp32 accumulator."""
+    if bias is None:
+        return ops.matmul_tp_inv(a, b)
+    first = (ops.linear(a[..., :128], b[:128].t(), bias, out_dtype="float32")).to(BF16)
+    if a.shape[-1] == 128:
+        return first
+    return first + ops.matmul_tp_inv(a[..., 128:], b[128:])
+
+
 def combine_as_a_chain(parts: Sequence[Tensor], bias: Tensor | None, reduction: Any) -> Tensor:
     total = parts[0] if bias is None else parts[0] + bias.to(parts[0].dtype)
     for part in parts[1:]:
@@ -367,6 +384,8 @@ MUTATIONS = (
     Mutation("attention", "neighbours", "attention", attention_by_batch),
     Mutation("row_linear_v1", "order", "row_linear", row_linear_plain_tree),
     Mutation("row_linear_v1", "order", "row_linear", row_linear_bias_last),
+    Mutation("row_linear_v1", "order", "matmul_tp_inv", published_plain_tree),
+    Mutation("row_linear_v1", "order", "matmul_tp_inv", published_bias_before_rounding),
     Mutation("row_linear_v1", "shapes", "row_linear", row_linear_one_pass),
     Mutation("row_linear_v1", "tp_shards", "combine_partials", combine_as_a_chain),
     Mutation("row_linear_v2", "order", "row_linear", row_linear_one_pass),

@@ -55,6 +55,18 @@ def in_registers(places):
 
 
 @gluon.jit
+def plus(left, right):
+    """`left + right`: fp32, or pairs of bf16 in 32-bit words, each sum rounded once."""
+    if left.dtype == gl.int32:
+        # The bits of an fp32 sum rounded to bf16, for every pair of numbers (`miles conform`).
+        return gl.inline_asm_elementwise(
+            "add.rn.bf16x2 $0, $1, $2;", "=r,r,r", [left, right], gl.int32, True, 1
+        )
+    else:
+        return left + right
+
+
+@gluon.jit
 def pack(accumulator, N: gl.constexpr):
     """[64, N] -> packed [N/8, 128, 4]; moves nothing."""
     block = accumulator.reshape([4, 2, 8, N // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
@@ -124,7 +136,7 @@ def _add_waiting(block, PLACE: gl.constexpr, buffer, pointer):
             waiting = buffer.load(packed_layout())
         else:
             waiting = gl.load(pointer + offsets(ROWS))
-        return waiting + block
+        return plus(waiting, block)
 
 
 @gluon.jit
@@ -166,11 +178,11 @@ def carry(
         else:
             if PLACE == "R":
                 if LEVEL == 0:
-                    total = slot0 + total
+                    total = plus(slot0, total)
                 elif LEVEL == 1:
-                    total = slot1 + total
+                    total = plus(slot1, total)
                 else:
-                    total = slot2 + total
+                    total = plus(slot2, total)
             else:
                 total = _add_waiting(total, PLACE, buffer, pointer)
             slots = (slot0, slot1, slot2)
@@ -190,7 +202,7 @@ def _tree(pointer, stride, FIRST: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.co
         return gl.load(pointer + FIRST * stride + offsets(ROWS), cache_modifier=".cg")
     else:
         left = _tree(pointer, stride, FIRST, COUNT // 2, ROWS)
-        return left + _tree(pointer, stride, FIRST + COUNT // 2, COUNT // 2, ROWS)
+        return plus(left, _tree(pointer, stride, FIRST + COUNT // 2, COUNT // 2, ROWS))
 
 
 @gluon.jit

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ...schema.reduction import RowReduction, local_association, run_of
-from ..formats import DTYPES, NAMESPACE, require
+from ..formats import DTYPES, NAMESPACE, eager_on_gpu, require
 from ..linear.op import check_operands
 from ..tree_all_reduce.op import RankGroup, gather_ranks
 from . import reference
@@ -84,7 +84,12 @@ def row_linear_partial(
     Returns [M, N] in the contract's leaf dtype. Raises `ValueError` where K_local is not this
     rank's share of `reduction.k_global`, or where the share would cut a leaf.
     """
-    return _row_linear_partial(x, weight, *_share(x, weight, reduction, tensor_parallel_size))
+    leaves, run, name = _share(x, weight, reduction, tensor_parallel_size)
+    if eager_on_gpu(x):
+        from .kernel import launch_row_linear_partial
+
+        return launch_row_linear_partial(x, weight, leaves, run, DTYPES[name])
+    return _row_linear_partial(x, weight, leaves, run, name)
 
 
 def _share(
@@ -151,7 +156,14 @@ def row_linear(
     rounded = "float64" if x.dtype == torch.float64 else "bfloat16"
     if ranks.size == 1 and bias is None:
         # The root of the tree is here: the kernel rounds it.
-        whole = _row_linear_whole(flat, weight, *_share(flat, weight, reduction, 1), rounded)
+        leaves, run, name = _share(flat, weight, reduction, 1)
+        if eager_on_gpu(flat):
+            from .kernel import launch_row_linear_partial
+
+            leaf, out_dtype = DTYPES[name], DTYPES[rounded]
+            whole = launch_row_linear_partial(flat, weight, leaves, run, leaf, out_dtype=out_dtype)
+        else:
+            whole = _row_linear_whole(flat, weight, leaves, run, name, rounded)
         return whole.view(*x.shape[:-1], weight.shape[0])
     inside = bias is not None and reduction.bias_ranks > ranks.size
     if inside and ranks.rank == 0:

@@ -40,12 +40,30 @@ def order(ctx: Context, contract: str) -> str:
         if case.rollout_tp == 1:
             part = ctx.subject.row_linear_partial(*ctx.put(x, weight), case.reduction(), 1)
             ctx.equal(part, case.total(x, weight, None), f"{case}, before the rounding")
+        if contract == V1 and case.k_size // case.rollout_tp % products.TILE == 0:
+            published(ctx, case, x, weight, bias)
         for other in case.other_orders(x, weight):
             ctx.shows(out, other, f"{case}")
             shown += 1
     ctx.require(shown > 0, "no case had another order to tell from")
     counts = [case.leaf_count() for case in chosen]
     return f"leaves {counts}; {shown} other orders gave other bits"
+
+
+def published(
+    ctx: Context, case: Case, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+) -> None:
+    """`matmul_tp_inv`: the same sums, of matrices and of sequences, whole and cut out."""
+    x, weight, bias = ctx.put(x, weight, bias)
+    rows, k_size = x.shape
+    expected = case.total(x.cpu(), weight.cpu(), bias.cpu())
+    ctx.equal(ctx.subject.matmul_tp_inv(x, weight.t(), bias), expected, f"{case}, published")
+    for cut in (8, 1):  # rows at 16-byte addresses, and not
+        wide = torch.zeros(rows, k_size + 16, dtype=BF16, device=x.device)
+        wide[:, cut : cut + k_size] = x
+        rows_of = wide[:, cut : cut + k_size].unflatten(0, (3, rows // 3))
+        out = ctx.subject.matmul_tp_inv(rows_of, weight.t().contiguous(), bias)
+        ctx.equal(out.flatten(0, 1), expected, f"{case}, published, sequences cut out at {cut}")
 
 
 def value(ctx: Context, contract: str) -> str:
@@ -165,5 +183,9 @@ def suite(name: str, contract: str) -> OpSuite:
         name=name,
         checks={name: partial(f, contract=contract) for name, f in functions.items()},
         absent={"phases": "a row has no phase here; see neighbours"},
-        fault=(("row_linear", "order"), ("row_linear_partial", "tp_shards")),
+        fault=(
+            ("row_linear", "order"),
+            ("row_linear_partial", "tp_shards"),
+            *((("matmul_tp_inv", "order"),) if contract == V1 else ()),
+        ),
     )

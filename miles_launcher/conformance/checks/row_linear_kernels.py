@@ -67,9 +67,9 @@ def kernel_table(ctx: Context, contract: str) -> str:
 
 
 def _fitted(ctx: Context, contract: str, *, splitting: bool) -> str:
-    """The entries that are fitted to a shape; they add fp32 leaves, so they are v2's alone."""
-    fitted = ctx.subject.fitted
-    if fitted is None or contract == V1:
+    """The contract's entries that are fitted to a shape."""
+    fitted = dict(ctx.subject.fitted).get(contract)
+    if fitted is None:
         return ""
     cases = [e for e in fitted.entries if (e in fitted.splitting) == splitting]
     try:

@@ -41,7 +41,7 @@ _GROUP = gl.constexpr(8)
 
 
 @gluon.jit
-def _unit(unit, whole, LEAVES: gl.constexpr, PARTS: gl.constexpr, MIXED: gl.constexpr):
+def unit_of(unit, whole, LEAVES: gl.constexpr, PARTS: gl.constexpr, MIXED: gl.constexpr):
     """(tile, first leaf, leaves, part): the tiles from `whole` on are PARTS units each."""
     LESS: gl.constexpr = LEAVES // PARTS
     if PARTS == 1:
@@ -59,7 +59,7 @@ def _unit(unit, whole, LEAVES: gl.constexpr, PARTS: gl.constexpr, MIXED: gl.cons
 
 
 @gluon.jit
-def _origin(tile, blocks, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+def origin(tile, blocks, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """First row and column of a tile, _GROUP block rows at a time."""
     blocks_m, blocks_n = blocks
     per_group = _GROUP * blocks_n
@@ -87,8 +87,8 @@ def load(
         x_buffers = x_buffers._reinterpret(x.dtype, [STAGES, 128, K], x.layout)
     step = 0
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        tile, first, leaves, part = _unit(unit, whole, LEAVES, PARTS, MIXED)
-        row, column = _origin(tile, blocks, HEIGHT, COLUMNS)
+        tile, first, leaves, part = unit_of(unit, whole, LEAVES, PARTS, MIXED)
+        row, column = origin(tile, blocks, HEIGHT, COLUMNS)
         for k in range(first * steps, (first + leaves) * steps):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
@@ -147,14 +147,14 @@ def _multiply(
 
 
 @gluon.jit
-def _store(sums, out, buffers, row, column, piece, W: gl.constexpr, STAGING: gl.constexpr):
+def store(sums, out, buffers, row, column, piece, W: gl.constexpr, STAGING: gl.constexpr):
     """Round and store [64, N] through the staging buffers, a piece at a time; returns pieces."""
     WIDTH: gl.constexpr = out.block_type.shape[1]
     N: gl.constexpr = sums.shape[1]
     if N > WIDTH:
         left, right = sums.reshape([64, 2, N // 2]).permute([0, 2, 1]).split()
-        piece = _store(left, out, buffers, row, column, piece, W, STAGING)
-        return _store(right, out, buffers, row, column + N // 2, piece, W, STAGING)
+        piece = store(left, out, buffers, row, column, piece, W, STAGING)
+        return store(right, out, buffers, row, column + N // 2, piece, W, STAGING)
     else:
         NUMBER: gl.constexpr = 4 if STAGING == "waiting" else buffers.shape[0] // 2
         if STAGING == "x":
@@ -194,7 +194,7 @@ def consume(
         )
     step = 0
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        tile, first, leaves, part = _unit(unit, whole, LEAVES, PARTS, MIXED)
+        tile, first, leaves, part = unit_of(unit, whole, LEAVES, PARTS, MIXED)
         total = gl.zeros([BLOCK_N // 8, 128, 4], gl.float32, layout=packed_layout())
         held = (total, total, total)
         if len(PLACES) == 0:
@@ -235,7 +235,7 @@ def consume(
                     total = gather(mine, 2 * SIZE, PARTS, BLOCK_N // 8)
                     gl.store(arrival, 0)
         if last:
-            row, column = _origin(tile, blocks, 64 if HALVED else 128, COLUMNS)
+            row, column = origin(tile, blocks, 64 if HALVED else 128, COLUMNS)
             if HALVED:
                 column += W * BLOCK_N
             else:
@@ -243,7 +243,7 @@ def consume(
             if STAGING == "waiting":
                 # The staging buffers lie over partial sums that have all been read.
                 gl.thread_barrier()
-            pieces = _store(unpack(total, BLOCK_N), out, staging, row, column, 0, W, STAGING)
+            pieces = store(unpack(total, BLOCK_N), out, staging, row, column, 0, W, STAGING)
             if EXTRA_N:
-                _store(more, out, staging, row, column + BLOCK_N, pieces, W, STAGING)
+                store(more, out, staging, row, column + BLOCK_N, pieces, W, STAGING)
     tma.store_wait(0)

@@ -172,7 +172,8 @@ def plan_for(
     return Plan(tile, levels, parts, mixed, tiles, split, min(processors, units))
 
 
-def _nanoseconds(plan: Plan, k_size: int, leaves: int, processors: int) -> float:
+def nanoseconds(plan: Plan, k_size: int, leaves: int, processors: int) -> float:
+    """The estimate by which plans are compared."""
     per_k, per_leaf, per_unit = plan.tile.whole
     part_per_k, per_part = plan.tile.part
     waves = -(-(plan.tiles - plan.split) // processors)
@@ -204,7 +205,7 @@ def choose(rows: int, columns: int, k_size: int, leaves: int, processors: int) -
             if parts > 1 and not mixed and (plan.units > processors or tile.columns > 128):
                 continue
             plans.append(plan)
-    return min(plans, key=lambda plan: _nanoseconds(plan, k_size, leaves, processors), default=None)
+    return min(plans, key=lambda plan: nanoseconds(plan, k_size, leaves, processors), default=None)
 
 
 def admits(x: torch.Tensor, weight: torch.Tensor, out_bytes: int, leaves: int) -> bool:

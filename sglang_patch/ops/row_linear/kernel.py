@@ -14,6 +14,7 @@ import triton.language as tl
 
 from ..elementary_kernel import UNFUSED
 from ..formats import require
+from ..launch import launch
 from ..linear.kernel import (
     BLOCK_K,
     GROUP,
@@ -23,7 +24,8 @@ from ..linear.kernel import (
     require_matrices,
     tile_for,
 )
-from ..linear.table import FewTile, Plan
+from ..linear.table import FewTile, Plan, admits
+from .table import LEAF_WIDTH, FewPlan, choose
 
 # As for `linear`, but up to three fp32 partial sums wait beside the accumulator (8 segments), or
 # more in bf16: 64 x 128 over 8 warps takes 32 registers a thread for each.
@@ -35,13 +37,13 @@ TILES = (
 
 
 @triton.jit
-def _add(left, right):
+def add(left, right):
     """`left + right` rounded to their dtype; for bf16 the fp32 sum changes no rounding."""
     return (left.to(tl.float32) + right.to(tl.float32)).to(left.dtype)
 
 
 @triton.jit
-def _carry(pending, total, run, LEVELS: tl.constexpr):
+def carry(pending, total, run, LEVELS: tl.constexpr):
     """Add run number `run` to the counter: returns (pending, carry out of the last slot)."""
     slots = ()
     carrying = run >= 0
@@ -50,7 +52,7 @@ def _carry(pending, total, run, LEVELS: tl.constexpr):
         full = ((run >> level) & 1) == 1
         kept = tl.where(carrying & (not full), total, slot)
         slots = slots + (kept,)  # type: ignore[assignment]
-        total = tl.where(carrying & full, _add(slot, total), total)
+        total = tl.where(carrying & full, add(slot, total), total)
         carrying = carrying & full
     return slots, total
 
@@ -111,11 +113,39 @@ def row_linear_kernel(
         if step % STEPS == STEPS - 1:
             value = accumulator.to(LEAF)
             accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            total = tl.where(leaf % RUN == 0, value, _add(total, value))
+            total = tl.where(leaf % RUN == 0, value, add(total, value))
             if leaf % RUN == RUN - 1:
-                pending, total = _carry(pending, total, leaf // RUN, LEVELS)
+                pending, total = carry(pending, total, leaf // RUN, LEVELS)
     out = out_ptr + row[:, None] * columns + column[None, :]
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=row_inside & column_inside)
+
+
+def launch_tiles_entry(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    leaves: int,
+    run: int,
+    tile: GemmTile | FewTile | FewPlan | Plan | None,
+) -> bool:
+    """Write out [M, N] bf16 by contract v1's entry given, or the table's choice; False: by the
+    general kernel. x [M, K] and weight [N, K] bf16, K in `leaves` tiles in runs of `run`."""
+    fits = x.shape[1] == leaves * LEAF_WIDTH and admits(x, weight, out.element_size(), 1)
+    if isinstance(tile, GemmTile) or not fits:
+        return False
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    entry = tile or choose(x.shape[0], weight.shape[0], leaves, run, processors)
+    # Imported where a Hopper GPU is: Gluon's modules are of no use elsewhere.
+    if isinstance(entry, FewPlan):
+        from .kernel_tiles_few import launch_tiles_few
+
+        launch_tiles_few(x, weight, out, leaves, run, entry.parts, entry.tile)
+    elif entry is not None:
+        assert isinstance(entry, Plan), entry
+        from .kernel_tiles import launch_tiles
+
+        launch_tiles(x, weight, out, leaves, run, entry)
+    return entry is not None
 
 
 def launch_row_linear_partial(
@@ -125,7 +155,7 @@ def launch_row_linear_partial(
     run: int,
     leaf_dtype: torch.dtype,
     *,
-    tile: GemmTile | FewTile | Plan | None = None,
+    tile: GemmTile | FewTile | FewPlan | Plan | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """x [M, K_local], weight [N, K_local] bf16, any strides -> [M, N] in `leaf_dtype`.
@@ -150,17 +180,24 @@ def launch_row_linear_partial(
     out = x.new_empty((rows, columns), dtype=out_dtype or leaf_dtype)
     if out.numel() == 0:
         return out
-    # fp32 leaves, one or two a run, are a balanced tree: what the Hopper entries add.
+    # fp32 leaves, one or two a run, are a balanced tree, and one leaf is rounded once.
     balanced = leaf_dtype == torch.float32 and run <= 2
-    if balanced and launch_entry(x, weight, out, num_leaves, tile):
+    if balanced or (num_leaves == 1 and out.dtype == leaf_dtype):
+        if not isinstance(tile, FewPlan) and launch_entry(x, weight, out, num_leaves, tile):
+            return out
+    elif leaf_dtype == out.dtype and launch_tiles_entry(x, weight, out, num_leaves, run, tile):
         return out
     assert tile is None or isinstance(tile, GemmTile), tile
     tile = tile or tile_for(TILES, rows)
-    row_linear_kernel[(triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n),)](
-        x, weight, out, rows, columns, *x.stride(), *weight.stride(),
-        LEAF_WIDTH=k_size // num_leaves, RUN=run, LEVELS=runs.bit_length() - 1,
-        LEAF=tl.bfloat16 if leaf_dtype == torch.bfloat16 else tl.float32,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=BLOCK_K, GROUP=GROUP,
-        num_warps=tile.warps, num_stages=tile.stages, **UNFUSED,
+    launch(
+        row_linear_kernel,
+        (triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n),),
+        (x, weight, out, rows, columns, *x.stride(), *weight.stride()),
+        {
+            "LEAF_WIDTH": k_size // num_leaves, "RUN": run, "LEVELS": runs.bit_length() - 1,
+            "LEAF": tl.bfloat16 if leaf_dtype == torch.bfloat16 else tl.float32,
+            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": BLOCK_K, "GROUP": GROUP,
+            "num_warps": tile.warps, "num_stages": tile.stages, **UNFUSED,
+        },
     )  # fmt: skip
     return out

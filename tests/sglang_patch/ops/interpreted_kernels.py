@@ -33,6 +33,7 @@ from sglang_patch.ops.rope.kernel import launch_rope
 from sglang_patch.ops.rope.op import rope_table
 from sglang_patch.ops.row_linear import reference as row_linear_reference
 from sglang_patch.ops.row_linear.kernel import launch_row_linear_partial
+from sglang_patch.ops.row_linear.kernel_tiles_few import tiles_few_kernel
 from sglang_patch.ops.silu_mul.kernel import launch_silu_mul
 from sglang_patch.ops.tree_all_reduce.reference import evaluate
 from sglang_patch.schema.reduction import balanced, run_length
@@ -172,6 +173,31 @@ def test_few_rows_add_the_leaves_in_tree_order(segments: int, rows: int) -> None
         )  # fmt: skip
         assert differing(out, expected.to(dtype)) == 0
         assert not arrivals.any()
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize(
+    ("tiles", "parts"), [(2, 1), (3, 1), (6, 2), (7, 1), (19, 1), (24, 4), (32, 8), (38, 2)]
+)
+def test_few_rows_add_the_tiles_in_the_published_order(tiles: int, parts: int, rows: int) -> None:
+    """Parts are whole subtrees; the counters end at zero, so a second launch gives the same."""
+    columns, run = 24, run_length(tiles)
+    x, weight = random(rows, tiles * 128, seed=35), random(columns, tiles * 128, seed=36)
+    expected = row_linear_reference.partial(x, weight, tiles, run, BF16)
+    sums = torch.full((parts * rows * columns,), float("nan"), dtype=BF16)
+    arrivals = torch.zeros(2, dtype=torch.int32)
+    for _ in range(2):
+        out = torch.full((rows, columns), float("nan"), dtype=BF16)
+        tiles_few_kernel[(2, parts)](
+            x, weight, out, sums, arrivals, rows, columns, x.stride(0), weight.stride(0),
+            LEAF_WIDTH=128, LEAVES=tiles // parts, RUN=run,
+            LEVELS=(tiles // run // parts).bit_length() - 1, PARTS=parts, BLOCK_M=16, BLOCK_N=16,
+        )  # fmt: skip
+        assert differing(out, expected) == 0
+        assert not arrivals.any()
+    if tiles > 3 and run < tiles and rows > 1:
+        chained = row_linear_reference.partial(x, weight, tiles, tiles, BF16)
+        assert differing(chained, expected) > 0, "one run over all tiles must show"
 
 
 # --- attention --------------------------------------------------------------------------------
