@@ -1,0 +1,111 @@
+"""The kernels over shared memory, between real processes: Triton's interpreter, CPU memory.
+
+Not collected by name: `test_shared_memory_ranks.py` runs this file with TRITON_INTERPRET=1 and
+reads what every rank saved. The ranks' buffers are shared tensors, the flags are set and awaited as
+on GPUs, by processes that really run at the same time.
+
+    python interpreted_ranks.py FOLDER WORLD [FAULT]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "run through test_shared_memory_ranks.py"
+
+import bf16_interpreter
+import triton.runtime.interpreter as interpreter
+
+from miles_launcher.conformance.bits import random
+from sglang_patch.ops.tree_all_reduce.kernel import launch_one_shot, launch_two_shot
+from sglang_patch.ops.tree_all_reduce.workspace import Areas, Workspace
+
+COLUMNS = 6
+ONE_SHOT_BYTES, STAGED_BYTES = 1 << 13, 1 << 16
+POLLS = 200_000
+
+# In order: (form, rows, dtype of the message, dtype of the sum, ranks under the bias or 0).
+CALLS: tuple[tuple[str, int, torch.dtype, torch.dtype, int], ...] = (
+    ("one", 3, torch.float32, torch.bfloat16, 0),
+    ("one", 300, torch.float32, torch.bfloat16, -1),
+    ("two", 700, torch.float32, torch.bfloat16, -1),
+    ("one", 200, torch.bfloat16, torch.bfloat16, 1),
+    ("scatter", 50, torch.float32, torch.bfloat16, 0),
+    ("two", 900, torch.float32, torch.float32, 0),
+    ("two", 11, torch.bfloat16, torch.bfloat16, 2),
+    ("scatter", 37, torch.bfloat16, torch.bfloat16, -1),
+    ("one", 1, torch.float32, torch.float32, 0),
+    ("one", 340, torch.float32, torch.bfloat16, 0),
+    ("one", 340, torch.float32, torch.bfloat16, 0),
+    ("one", 340, torch.float32, torch.bfloat16, 0),
+)
+
+
+def message(call: int, rank: int) -> torch.Tensor:
+    """What a rank brings to a call: ranks 0 and 3 bring large numbers that cancel, so that what was
+    rounded before shows in the sum, whatever it is rounded to."""
+    _, rows, dtype, _, _ = CALLS[call]
+    small = random(rows, COLUMNS, seed=100 * call + rank, dtype=torch.float32)
+    large = random(rows, COLUMNS, seed=100 * call + 50, dtype=torch.float32, scale=2.0**20)
+    return (small + large * {0: 1.0, 3: -1.0}.get(rank, 0.0)).to(dtype)
+
+
+def bias_of(call: int) -> torch.Tensor | None:
+    """The call's bias, the same on every rank."""
+    return random(COLUMNS, seed=900 + call) if CALLS[call][4] else None
+
+
+def share_of(rows: int, world: int) -> int:
+    """Rows that a rank owns."""
+    return -(-rows // world)
+
+
+def _call(number: int, rank: int, workspace: Workspace, world: int) -> torch.Tensor:
+    form, rows, dtype, out_dtype, span = CALLS[number]
+    span = world if span < 0 else span
+    x, bias = message(number, rank), bias_of(number)
+    common: dict[str, Any] = {"span": span, "columns": COLUMNS, "polls": POLLS}
+    if form == "one":
+        out = torch.full_like(x, 7.0, dtype=out_dtype)
+        launch_one_shot(x, bias, out, workspace, **common)
+        return out
+    workspace.staged(dtype)[workspace.rank][: x.numel()] = x.view(-1)
+    if form == "two":
+        out = torch.full_like(x, 7.0, dtype=out_dtype)
+        share = -(-x.numel() // world)
+        launch_two_shot(
+            dtype, bias, out, workspace, numel=x.numel(), share=share, gather=True, **common
+        )
+        return out
+    share = share_of(rows, world)
+    out = torch.full((share, COLUMNS), 7.0, dtype=out_dtype)
+    launch_two_shot(
+        dtype, bias, out, workspace,
+        numel=x.numel(), share=share * COLUMNS, gather=False, **common,
+    )  # fmt: skip
+    return out
+
+
+def _rank(rank: int, world: int, buffers: list[torch.Tensor], folder: str, fault: str) -> None:
+    torch.set_num_threads(1)
+    bf16_interpreter.install()
+    # It copies every tensor back after a launch: here all ranks see the memory itself.
+    interpreter.GridExecutor._restore_args_dev = lambda *arguments: None
+    # The fault: ranks 1 and 2 stand in each other's place.
+    place = {1: 2, 2: 1}.get(rank, rank) if fault == "order" else rank
+    workspace = Workspace(place, Areas(world, ONE_SHOT_BYTES, STAGED_BYTES), buffers)
+    results = {number: _call(number, rank, workspace, world) for number in range(len(CALLS))}
+    results["epochs"] = workspace.epochs
+    torch.save(results, f"{folder}/{rank}.pt")
+
+
+if __name__ == "__main__":
+    folder, world = sys.argv[1], int(sys.argv[2])
+    total = Areas(world, ONE_SHOT_BYTES, STAGED_BYTES).total
+    shared = [torch.zeros(total, dtype=torch.uint8).share_memory_() for _ in range(world)]
+    mp.spawn(_rank, args=(world, shared, folder, "".join(sys.argv[3:])), nprocs=world)
