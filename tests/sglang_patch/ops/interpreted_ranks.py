@@ -39,7 +39,7 @@ CALLS: tuple[tuple[str, int, torch.dtype, torch.dtype, int], ...] = (
     ("two", 900, torch.float32, torch.float32, 0),
     ("two", 11, torch.bfloat16, torch.bfloat16, 2),
     ("scatter", 37, torch.bfloat16, torch.bfloat16, -1),
-    ("one", 1, torch.float32, torch.float32, 0),
+    ("one", 2, torch.float32, torch.float32, 0),
     ("one", 340, torch.float32, torch.bfloat16, 0),
     ("one", 340, torch.float32, torch.bfloat16, 0),
     ("one", 340, torch.float32, torch.bfloat16, 0),
@@ -47,12 +47,14 @@ CALLS: tuple[tuple[str, int, torch.dtype, torch.dtype, int], ...] = (
 
 
 def message(call: int, rank: int) -> torch.Tensor:
-    """What a rank brings to a call: ranks 0 and 3 bring large numbers that cancel, so that what was
-    rounded before shows in the sum, whatever it is rounded to."""
+    """What a rank brings to a call: ranks 0 and 1 large numbers that cancel, ranks 2 and 3 larger
+    ones, so that another order rounds the small rest away, whatever it is rounded to after."""
     _, rows, dtype, _, _ = CALLS[call]
-    small = random(rows, COLUMNS, seed=100 * call + rank, dtype=torch.float32)
-    large = random(rows, COLUMNS, seed=100 * call + 50, dtype=torch.float32, scale=2.0**20)
-    return (small + large * {0: 1.0, 3: -1.0}.get(rank, 0.0)).to(dtype)
+    rest = random(rows, COLUMNS, seed=100 * call + rank, dtype=torch.float32)
+    scale = (2.0**12, 2.0**20) if dtype == torch.float32 else (2.0**3, 2.0**7)
+    pair, sign = scale[rank // 2 % 2], 1 - 2 * (rank % 2)
+    large = random(rows, COLUMNS, seed=100 * call + 50 + rank // 2, dtype=torch.float32)
+    return (rest + sign * pair * large).to(dtype)
 
 
 def bias_of(call: int) -> torch.Tensor | None:
