@@ -18,7 +18,12 @@ from .rms_norm.op import rms_norm
 from .rope.op import rope, rope_table
 from .row_linear.op import combine_partials, row_linear, row_linear_partial
 from .silu_mul.op import silu_mul
-from .tree_all_reduce.op import RankGroup, gather_ranks, tree_all_reduce
+from .tree_all_reduce.op import (
+    RankGroup,
+    gather_ranks,
+    tree_all_reduce,
+    tree_reduce_scatter,
+)
 
 __all__ = [
     "RankGroup",
@@ -37,4 +42,5 @@ __all__ = [
     "silu_mul",
     "temperature_logits",
     "tree_all_reduce",
+    "tree_reduce_scatter",
 ]

@@ -113,7 +113,7 @@ def _count(epochs_ptr, epoch, PROGRAMS: tl.constexpr):
         tl.store(epochs_ptr + other, tl.zeros_like(other) + epoch, mask=other >= programs)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["polls"])
 def one_shot_kernel(
     x_ptr,
     bias_ptr,
@@ -153,7 +153,7 @@ def one_shot_kernel(
     _count(epochs_ptr, epoch, PROGRAMS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["polls"])
 def two_shot_kernel(
     staged,
     shared,
