@@ -8,7 +8,7 @@ import weakref
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from .workspace import ONE_SHOT_BYTES, STAGED_BYTES, WORLD_SIZES, Areas, Workspa
 
 Form = Literal["symmetric memory", "process group"]
 Chosen: TypeAlias = Form | Literal["auto"]
+
+# Environment of every rank: a form in place of "auto", for machines that cannot do what they claim.
+VARIABLE: Final = "TRUE_ON_POLICY_RANK_SUMS"
 
 # How often each form was called (a captured graph calls once); for readbacks and tests.
 form_calls: Counter[str] = Counter()
@@ -48,16 +51,16 @@ def transport_of(group: Any) -> Transport:
 def connect(
     group: Any,
     device: torch.device,
-    form: Chosen = "auto",
+    form: Chosen | None = None,
     *,
     one_shot_bytes: int | None = None,
     staged_bytes: int = STAGED_BYTES,
 ) -> Transport:
     """Decide how sums over `group` (a torch process group, None: one rank) travel on `device`.
 
-    Collective, once per group: later calls return what was decided. `auto` takes symmetric memory
-    where every rank's GPU is its own, on one host, and linked by NVLink to the others; anything
-    that then fails raises. Memory: 1.5 stages and 2 * size one-shot messages a rank (at most 272
+    Collective, once per group: later calls return what was decided. `form` None is what the
+    environment's TRUE_ON_POLICY_RANK_SUMS says, or "auto": symmetric memory where every rank's GPU
+    is its own, on one host, and linked by NVLink to the others. Whatever then fails raises. Memory: 1.5 stages and 2 * size one-shot messages a rank (at most 272
     MiB by default). Raises `ValueError` for symmetric memory asked for where it cannot be.
     """
     if group is None or dist.get_world_size(group) == 1:
@@ -69,6 +72,7 @@ def connect(
         size in WORLD_SIZES,
         f"tree_all_reduce: {size} ranks; the ranks' tree is over 1, 2, 4 or 8",
     )
+    form = _chosen(form)
     obstacle, reason = "", "asked for"
     if form == "auto":
         obstacle, reason = _obstacle(group, device)
@@ -83,6 +87,15 @@ def connect(
         made = Transport("symmetric memory", reason, _symmetric(group, device, areas))
     _CONNECTED[group] = made
     return made
+
+
+def _chosen(form: Chosen | None) -> Chosen:
+    found = form or os.environ.get(VARIABLE, "auto")
+    require(
+        found in ("auto", "symmetric memory", "process group"),
+        f"{VARIABLE}={found!r}: choose from 'auto', 'symmetric memory', 'process group'",
+    )
+    return cast(Chosen, found)
 
 
 def _obstacle(group: Any, device: torch.device) -> tuple[str, str]:
@@ -151,7 +164,13 @@ def _symmetric(group: Any, device: torch.device, areas: Areas) -> Workspace:
     )
     buffer = symmetric_memory.empty(areas.total, dtype=torch.uint8, device=device)
     buffer[: areas.received].zero_()
-    handle = symmetric_memory.rendezvous(buffer, group)
+    try:
+        handle = symmetric_memory.rendezvous(buffer, group)
+    except RuntimeError as error:
+        raise ValueError(
+            f"tree_all_reduce: the ranks' memory could not be mapped ({error}); to do without, set "
+            f"{VARIABLE}='process group' for every rank"
+        ) from error
     rank = dist.get_rank(group)
     buffers = [
         buffer if peer == rank else handle.get_buffer(peer, (areas.total,), torch.uint8)
