@@ -225,9 +225,7 @@ class Session:
         return self._cluster.wait(calls)
 
 
-def _on_node(
-    gpus: Sequence[tuple[str, str]], bundles: Sequence[int], bundle: int
-) -> Sequence[int]:
+def _on_node(gpus: Sequence[tuple[str, str]], bundles: Sequence[int], bundle: int) -> Sequence[int]:
     """Those of the trainer's bundles whose GPUs are on `bundle`'s node: its ranks see each other's
     GPUs, so that they can map their memory. Without GPUs: itself."""
     if not gpus:

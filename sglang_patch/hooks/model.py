@@ -109,8 +109,8 @@ def load_model(original: Callable[..., None], self: Any, *args: Any, **kwargs: A
     )
     assert live.ranks.size == live.policy.tensor_parallel_size
     # Now, before the engine counts the memory that is left for its cache, and captures graphs.
-    index = self.gpu_id if self.device == "cuda" else None
-    connect(live.ranks.group, torch.device(self.device, index))
+    place = f"cuda:{self.gpu_id}" if self.device == "cuda" else self.device
+    connect(live.ranks.group, torch.device(place))
 
 
 def batch_invariant_mode(original: Callable[..., None], self: Any) -> None:

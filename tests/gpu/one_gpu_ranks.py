@@ -149,9 +149,7 @@ def _rank(rank: int, world: int, folder: str) -> None:
         for rows in ROW_ROWS:
             x, weight, row_bias = (t.to(device) for t in row_operands(rows))
             cut = slice(rank * ROW_K // world, (rank + 1) * ROW_K // world)
-            out = row_linear(
-                x[:, cut], weight[:, cut], row_bias, reduction=reduction, ranks=ranks
-            )
+            out = row_linear(x[:, cut], weight[:, cut], row_bias, reduction=reduction, ranks=ranks)
             name = f"row_linear {contract} {rows}"
             timed(name, {name: out.cpu()})
     timed("graph", _captured(ranks, device))

@@ -235,8 +235,9 @@ def tree_reduce_scatter(
 ) -> torch.Tensor:
     """`tree_all_reduce`, of which each rank keeps its own rows: the same bits.
 
-    x: [rows, N], the same shape on every rank; returns [ceil(rows / size), N], rows rank * share on.
-    Rows that are missing at the end are zero, none is dropped. Not differentiable here.
+    x: [rows, N], the same shape on every rank; returns [ceil(rows / size), N], the rows from
+    rank * ceil(rows / size) on. Rows that are missing at the end are zero, none is dropped. Not
+    differentiable.
     """
     out_dtype = out_dtype or x.dtype
     require(x.dim() == 2, f"tree_reduce_scatter: {tuple(x.shape)} are not [rows, columns]")

@@ -133,7 +133,8 @@ def launch_row_linear_partial(
 
     `num_leaves` equal leaves, a power of two of runs of `run`; leaf_dtype bf16 or fp32. `out_dtype`
     rounds the root once more, for a rank that owns every leaf; `out` is where to write, contiguous.
-    `tile` overrides the tables; conformance tests compare entries with it. Raises `ValueError` on others.
+    `tile` overrides the tables; conformance tests compare entries with it. Raises `ValueError` on
+    others.
     """
     require_matrices("row_linear", x, weight)
     rows, k_size = x.shape

@@ -65,9 +65,7 @@ def _tree(
 
 
 @triton.jit
-def _sum(
-    parts, bias_ptr, offset, index, inside, columns, COUNT: tl.constexpr, SPAN: tl.constexpr
-):
+def _sum(parts, bias_ptr, offset, index, inside, columns, COUNT: tl.constexpr, SPAN: tl.constexpr):
     """The tree over all parts at `offset`, which is element `index` of the whole message."""
     bias = index
     if SPAN > 0:
@@ -85,11 +83,11 @@ def _meet(flags, epoch, polls, RANK: tl.constexpr, WORLD: tl.constexpr, PROGRAMS
     for peer in tl.static_range(WORLD):
         address = tl.where(rank == peer, flags[peer].to(tl.int64), address)
     theirs = address.to(tl.pointer_type(tl.int32)) + RANK * PROGRAMS + program
-    # All threads' accesses before one thread's release, and after its acquire.
-    tl.debug_barrier()
-    tl.atomic_xchg(theirs, tl.zeros((WORLD,), tl.int32) + epoch, sem="release", scope="sys")
     mine = flags[RANK] + rank * PROGRAMS + program
     zero = tl.zeros((WORLD,), tl.int32)
+    # All threads' accesses before one thread's release, and after its acquire.
+    tl.debug_barrier()
+    tl.atomic_xchg(theirs, zero + epoch, sem="release", scope="sys")
     # A difference, for epochs may wrap around.
     behind = tl.min(tl.atomic_add(mine, zero, sem="acquire", scope="sys") - epoch, 0)
     looked = 0
@@ -271,9 +269,10 @@ def launch_one_shot(
     )
     block, warps = _sizes(x.numel())
     programs = min(PROGRAMS, triton.cdiv(x.numel(), block))
+    span = span if bias is not None else 0
     one_shot_kernel[(programs,)](
         x, bias, out, workspace.received(x.dtype), workspace.flags, workspace.epochs, x.numel(),
-        columns, polls, RANK=workspace.rank, WORLD=areas.world, SPAN=span if bias is not None else 0,
+        columns, polls, RANK=workspace.rank, WORLD=areas.world, SPAN=span,
         CAPACITY=areas.one_shot_bytes // x.element_size(), PROGRAMS=PROGRAMS, BLOCK=block,
         num_warps=warps, **UNFUSED,
     )  # fmt: skip

@@ -60,8 +60,9 @@ def connect(
 
     Collective, once per group: later calls return what was decided. `form` None is what the
     environment's TRUE_ON_POLICY_RANK_SUMS says, or "auto": symmetric memory where every rank's GPU
-    is its own, on one host, and linked by NVLink to the others. Whatever then fails raises. Memory: 1.5 stages and 2 * size one-shot messages a rank (at most 272
-    MiB by default). Raises `ValueError` for symmetric memory asked for where it cannot be.
+    is its own, on one host, and linked by NVLink to the others. Whatever then fails raises. Memory:
+    at most 1.5 stages and 2 * size one-shot messages a rank (272 MiB by default). Raises
+    `ValueError` for symmetric memory asked for where it cannot be.
     """
     if group is None or dist.get_world_size(group) == 1:
         return _UNCONNECTED
@@ -102,14 +103,14 @@ def _obstacle(group: Any, device: torch.device) -> tuple[str, str]:
     """(why the ranks cannot map each other's memory or '', what lets them otherwise), the same on
     every rank."""
     mine: dict[str, Any] = {"device": device.type, "host": _host()}
+    index: Any = device.index
     if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
+        index = torch.cuda.current_device() if index is None else index
         mine["gpu"] = str(torch.cuda.get_device_properties(index).uuid)
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
-    found = ""
     hosts = {rank["host"] for rank in everyone}
-    gpus = [rank.get("gpu") for rank in everyone]
+    gpus: list[Any] = [rank.get("gpu") for rank in everyone]
     if any(rank["device"] != "cuda" for rank in everyone):
         found = f"ranks on {mine['device']}"
     elif len(hosts) > 1:
@@ -131,13 +132,15 @@ def _host() -> str:
 
 def _unlinked(index: int, gpus: list[Any]) -> str:
     """Why this rank cannot reach one of the GPUs, or ''."""
+    from torch._C import _distributed_c10d
     from torch._C._autograd import DeviceType
-    from torch._C._distributed_c10d import _detect_dma_connectivity
 
     ordinals = {
         str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())
     }
-    links = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix
+    # torch's stubs leave it out.
+    detect: Any = _distributed_c10d._detect_dma_connectivity  # type: ignore[attr-defined]
+    links = detect(DeviceType.CUDA, "nvlink").matrix
     for rank, gpu in enumerate(gpus):
         other = ordinals.get(gpu)
         if other == index:
