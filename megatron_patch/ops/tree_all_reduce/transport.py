@@ -48,6 +48,11 @@ def transport_of(group: Any) -> Transport:
     return _UNCONNECTED if group is None else _CONNECTED.get(group, _UNCONNECTED)
 
 
+def describe_all() -> list[str]:
+    """`Transport.describe` of every group that was connected in this process."""
+    return [transport.describe() for transport in _CONNECTED.values()]
+
+
 def connect(
     group: Any,
     device: torch.device,
