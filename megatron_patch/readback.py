@@ -15,8 +15,8 @@ from .ops.tree_all_reduce.transport import describe_all
 
 def readback(config: PolicyTransformerConfig, device: torch.device) -> dict[str, Any]:
     """Plain JSON values: `contract`, `fingerprint` (`Fingerprint.to_dict`), `segments`, `paths` of
-    the row-parallel sums, `rank_sums` (how they travel between ranks; empty for one), `op_calls` and
-    `layer_calls` since `reset_calls`, `fault`."""
+    the row-parallel sums, `rank_sums` (how they travel between ranks; empty for one), `op_calls`
+    and `layer_calls` since `reset_calls`, `fault`."""
     policy = config.policy
     return {
         "contract": policy.contract.name,
