@@ -4,13 +4,14 @@ Not collected by name: `test_shared_memory_ranks.py` runs this file with TRITON_
 reads what every rank saved. The ranks' buffers are shared tensors, the flags are set and awaited as
 on GPUs, by processes that really run at the same time.
 
-    python interpreted_ranks.py FOLDER WORLD [FAULT]
+    python interpreted_ranks.py FOLDER
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from typing import Any
 
 import torch
@@ -67,6 +68,16 @@ def share_of(rows: int, world: int) -> int:
     return -(-rows // world)
 
 
+def _yielding(original: Any) -> Any:
+    """An atomic operation that lets the other ranks run: a GPU has all of them at once."""
+
+    def run(*arguments: Any) -> Any:
+        time.sleep(0.001)
+        return original(*arguments)
+
+    return run
+
+
 def _call(number: int, rank: int, workspace: Workspace, world: int) -> torch.Tensor:
     form, rows, dtype, out_dtype, span = CALLS[number]
     span = world if span < 0 else span
@@ -93,21 +104,41 @@ def _call(number: int, rank: int, workspace: Workspace, world: int) -> torch.Ten
     return out
 
 
-def _rank(rank: int, world: int, buffers: list[torch.Tensor], folder: str, fault: str) -> None:
+# name: (ranks, whose place each rank takes: the fault has ranks 1 and 2 in each other's).
+GROUPS: dict[str, tuple[int, tuple[int, ...]]] = {
+    "two ranks": (2, (0, 1)),
+    "four ranks": (4, (0, 1, 2, 3)),
+    "ranks in each other's place": (4, (0, 2, 1, 3)),
+}
+
+
+def _rank(rank: int, shared: dict[str, list[torch.Tensor]], folder: str) -> None:
     torch.set_num_threads(1)
     bf16_interpreter.install()
+    builder = interpreter.InterpreterBuilder
+    builder.create_atomic_rmw = _yielding(builder.create_atomic_rmw)
     # It copies every tensor back after a launch: here all ranks see the memory itself.
     interpreter.GridExecutor._restore_args_dev = lambda *arguments: None
-    # The fault: ranks 1 and 2 stand in each other's place.
-    place = {1: 2, 2: 1}.get(rank, rank) if fault == "order" else rank
-    workspace = Workspace(place, Areas(world, ONE_SHOT_BYTES, STAGED_BYTES), buffers)
-    results = {number: _call(number, rank, workspace, world) for number in range(len(CALLS))}
-    results["epochs"] = workspace.epochs
+    results: dict[Any, torch.Tensor] = {}
+    for name, (world, places) in GROUPS.items():
+        if rank >= world:
+            continue
+        areas = Areas(world, ONE_SHOT_BYTES, STAGED_BYTES)
+        workspace = Workspace(places[rank], areas, shared[name])
+        for number in range(len(CALLS)):
+            results[name, number] = _call(number, rank, workspace, world)
+        results[name, "epochs"] = workspace.epochs
     torch.save(results, f"{folder}/{rank}.pt")
 
 
 if __name__ == "__main__":
-    folder, world = sys.argv[1], int(sys.argv[2])
-    total = Areas(world, ONE_SHOT_BYTES, STAGED_BYTES).total
-    shared = [torch.zeros(total, dtype=torch.uint8).share_memory_() for _ in range(world)]
-    mp.spawn(_rank, args=(world, shared, folder, "".join(sys.argv[3:])), nprocs=world)
+    buffers = {
+        name: [
+            torch.zeros(
+                Areas(world, ONE_SHOT_BYTES, STAGED_BYTES).total, dtype=torch.uint8
+            ).share_memory_()
+            for _ in range(world)
+        ]
+        for name, (world, _) in GROUPS.items()
+    }
+    mp.spawn(_rank, args=(buffers, sys.argv[1]), nprocs=4)

@@ -37,21 +37,18 @@ def _module() -> Any:
 CASES = _module()
 
 
-def _run(folder: Path, world: int, *fault: str) -> list[dict[Any, torch.Tensor]]:
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, torch.Tensor]]:
+    folder = tmp_path_factory.mktemp("ranks")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(HERE)])
-    command = [sys.executable, "-W", "ignore", str(HERE / "interpreted_ranks.py")]
+    command = [sys.executable, "-W", "ignore", str(HERE / "interpreted_ranks.py"), str(folder)]
     done = subprocess.run(
-        [*command, str(folder), str(world), *fault],
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
+        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300,
         check=False,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
+    return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
 
 
 def _expected(call: int, world: int, order: list[int]) -> torch.Tensor:
@@ -63,9 +60,10 @@ def _expected(call: int, world: int, order: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_every_form_has_the_reference_s_bits_on_every_rank(tmp_path: Path, world: int) -> None:
-    found = _run(tmp_path, world)
-    shown = 0
+def test_every_form_has_the_reference_s_bits_on_every_rank(
+    found: list[dict[Any, torch.Tensor]], world: int
+) -> None:
+    group, shown = {2: "two ranks", 4: "four ranks"}[world], 0
     for call, (form, rows, *_) in enumerate(CASES["CALLS"]):
         expected = _expected(call, world, list(range(world)))
         if world == 4:
@@ -79,20 +77,21 @@ def test_every_form_has_the_reference_s_bits_on_every_rank(tmp_path: Path, world
             wanted = expected
             if form == "scatter":
                 wanted = expected[rank * share : (rank + 1) * share]
-            assert differing(found[rank][call], wanted) == 0, (call, rank)
+            assert differing(found[rank][group, call], wanted) == 0, (call, rank)
     assert shown == (2 * len(CASES["CALLS"]) if world == 4 else 0), "inputs must show the order"
     # The programs of every launch counted alike, whether they took part or not.
-    epochs = {int(e) for results in found for e in results["epochs"].unique()}
+    counted = [found[rank][group, "epochs"] for rank in range(world)]
+    epochs = {int(e) for counters in counted for e in counters.unique()}
     assert epochs == {sum(1 if call[0] == "one" else 2 for call in CASES["CALLS"])}
 
 
-def test_ranks_in_each_other_s_place_are_seen(tmp_path: Path) -> None:
-    found = _run(tmp_path, 4, "order")
+def test_ranks_in_each_other_s_place_are_seen(found: list[dict[Any, torch.Tensor]]) -> None:
+    group = "ranks in each other's place"
     wrong = [
         call
         for call in range(len(CASES["CALLS"]))
         if CASES["CALLS"][call][0] != "scatter"
-        and differing(found[0][call], _expected(call, 4, [0, 1, 2, 3])) > 0
+        and differing(found[0][group, call], _expected(call, 4, [0, 1, 2, 3])) > 0
     ]
     assert len(wrong) == sum(call[0] != "scatter" for call in CASES["CALLS"])
 
