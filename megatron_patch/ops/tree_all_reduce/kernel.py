@@ -29,6 +29,7 @@ import triton.language as tl
 
 from ..elementary_kernel import UNFUSED
 from ..formats import require
+from ..launch import launch
 from .workspace import PROGRAMS, Workspace
 
 # Elements that a program moves at a time, and its warps: 16 bytes a thread and load in fp32; for
@@ -269,12 +270,18 @@ def launch_one_shot(
     )
     block, warps = _sizes(x.numel())
     programs = min(PROGRAMS, triton.cdiv(x.numel(), block))
-    span = span if bias is not None else 0
-    one_shot_kernel[(programs,)](
-        x, bias, out, workspace.received(x.dtype), workspace.flags, workspace.epochs, x.numel(),
-        columns, polls, RANK=workspace.rank, WORLD=areas.world, SPAN=span,
-        CAPACITY=areas.one_shot_bytes // x.element_size(), PROGRAMS=PROGRAMS, BLOCK=block,
-        num_warps=warps, **UNFUSED,
+    launch(
+        one_shot_kernel,
+        (programs,),
+        (
+            x, bias, out, workspace.received(x.dtype), workspace.flags, workspace.epochs,
+            x.numel(), columns, polls,
+        ),
+        {
+            "RANK": workspace.rank, "WORLD": areas.world, "SPAN": span if bias is not None else 0,
+            "CAPACITY": areas.one_shot_bytes // x.element_size(), "PROGRAMS": PROGRAMS,
+            "BLOCK": block, "num_warps": warps, **UNFUSED,
+        },
     )  # fmt: skip
 
 
@@ -303,10 +310,17 @@ def launch_two_shot(
     )
     block, warps = _sizes(share)
     programs = min(PROGRAMS, triton.cdiv(share, block))
-    two_shot_kernel[(programs,)](
-        staged, shared, bias, out, workspace.flags, workspace.epochs, numel, share, columns, polls,
-        RANK=workspace.rank, WORLD=areas.world, SPAN=span if bias is not None else 0,
-        GATHER=gather, PROGRAMS=PROGRAMS, BLOCK=block, num_warps=warps, **UNFUSED,
+    launch(
+        two_shot_kernel,
+        (programs,),
+        (
+            staged, shared, bias, out, workspace.flags, workspace.epochs, numel, share, columns,
+            polls,
+        ),
+        {
+            "RANK": workspace.rank, "WORLD": areas.world, "SPAN": span if bias is not None else 0,
+            "GATHER": gather, "PROGRAMS": PROGRAMS, "BLOCK": block, "num_warps": warps, **UNFUSED,
+        },
     )  # fmt: skip
 
 
@@ -323,7 +337,12 @@ def launch_combine(
         _check(part, bias, out, columns)
         assert part.numel() == out.numel() and part.dtype == parts[0].dtype
     block, warps = _FEW
-    combine_kernel[(triton.cdiv(out.numel(), block),)](
-        tuple(parts), bias, out, out.numel(), columns, COUNT=len(parts),
-        SPAN=span if bias is not None else 0, BLOCK=block, num_warps=warps, **UNFUSED,
+    launch(
+        combine_kernel,
+        (triton.cdiv(out.numel(), block),),
+        (tuple(parts), bias, out, out.numel(), columns),
+        {
+            "COUNT": len(parts), "SPAN": span if bias is not None else 0, "BLOCK": block,
+            "num_warps": warps, **UNFUSED,
+        },
     )  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ...schema.reduction import RowReduction, local_association, run_of
-from ..formats import DTYPES, NAMESPACE, require
+from ..formats import DTYPES, NAMESPACE, eager_on_gpu, require
 from ..linear.op import check_operands
 from ..tree_all_reduce.op import RankGroup, combine, stage, tree_all_reduce
 from . import reference
@@ -34,34 +34,6 @@ def _(
     x: torch.Tensor, weight: torch.Tensor, num_leaves: int, run: int, leaf_dtype: str
 ) -> torch.Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=DTYPES[leaf_dtype])
-
-
-@torch.library.custom_op(
-    f"{NAMESPACE}::row_linear_partial_into", mutates_args=("out",), device_types="cpu"
-)
-def _row_linear_partial_into(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    num_leaves: int,
-    run: int,
-    leaf_dtype: str,
-    out: torch.Tensor,
-) -> None:
-    out.copy_(reference.partial(x, weight, num_leaves, run, DTYPES[leaf_dtype]))
-
-
-@_row_linear_partial_into.register_kernel("cuda")
-def _(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    num_leaves: int,
-    run: int,
-    leaf_dtype: str,
-    out: torch.Tensor,
-) -> None:
-    from .kernel import launch_row_linear_partial
-
-    launch_row_linear_partial(x, weight, num_leaves, run, DTYPES[leaf_dtype], out=out)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::row_linear_whole", mutates_args=(), device_types="cpu")
@@ -118,11 +90,13 @@ def row_linear_partial(
     `ValueError` where K_local is not this rank's share of `reduction.k_global`, or where the share
     would cut a leaf.
     """
-    share = _share(x, weight, reduction, tensor_parallel_size)
-    if out is None:
-        return _row_linear_partial(x, weight, *share)
-    _row_linear_partial_into(x, weight, *share, out)
-    return out
+    leaves, run, name = _share(x, weight, reduction, tensor_parallel_size)
+    if eager_on_gpu(x):
+        from .kernel import launch_row_linear_partial
+
+        return launch_row_linear_partial(x, weight, leaves, run, DTYPES[name], out=out)
+    total = _row_linear_partial(x, weight, leaves, run, name)
+    return total if out is None else out.copy_(total)
 
 
 def _share(
