@@ -75,8 +75,8 @@ def _row_linear(contract: str) -> tuple[Job, Expected]:
     return job, expected
 
 
-# Rows of the ranks' messages: one shot, and two in pieces, where a rank's areas are as small as real
-# ranks of this suite have them.
+# Rows of the ranks' messages: one shot, and two in pieces, where a rank's areas are as small as
+# real ranks of this suite have them.
 _MESSAGES = (33, 3001)
 
 
