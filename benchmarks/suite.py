@@ -32,6 +32,7 @@ BENCHMARKS: Final = (
     Benchmark(name="row_linear", ops=("row_linear_v2",), compiles=True),
     Benchmark(name="row_linear_v1", ops=("row_linear_v1",), compiles=True),
     Benchmark(name="linear", ops=("linear",), compiles=True),
+    Benchmark(name="collectives", ops=("tree_all_reduce",), gpus=2),
 )
 
 

@@ -145,6 +145,21 @@ def published(document: Document) -> str:
     return grid(["layer (N, K)", "M", "published, us", "here, us", "times faster"], lines)
 
 
+def collectives(document: Document) -> str:
+    """Sums over ranks in microseconds, and the form that a row-parallel linear takes over NCCL."""
+    forms = list(dict.fromkeys(form for row in document["rows"] for form in row.get("us", {})))
+    lines = [
+        [
+            str(row["rows"]),
+            *(f"{row['us'][form]:.1f}" if form in row["us"] else "" for form in forms),
+            *(f"{row[f'over_nccl_{dtype}']:.2f}" for dtype in ("bf16", "fp32")),
+        ]
+        for row in document["rows"]
+        if "us" in row
+    ]
+    return grid(["rows", *forms, "over NCCL bf16", "over NCCL fp32"], lines, text_columns=0)
+
+
 TABLES: Final[Mapping[str, Callable[[Document], str]]] = {
     "row_linear": row_linear,
     "segments": segments,
@@ -152,6 +167,7 @@ TABLES: Final[Mapping[str, Callable[[Document], str]]] = {
     "linear": linear,
     "row_linear_v1": row_linear_v1,
     "published": published,
+    "collectives": collectives,
 }
 
 

@@ -14,6 +14,7 @@ from .config import ModelShape, PolicyTransformerConfig, RopeTable, common_setti
 from .contracts import MegatronRuntimePolicy
 from .layers.embedding import PolicyEmbedding
 from .layers.logits import PolicyHead
+from .ops.tree_all_reduce.transport import connect
 from .parallel import MicroBatch
 from .provider import layer_spec
 from .schema import DEFAULT_CONTRACT, padded_vocabulary
@@ -110,6 +111,7 @@ def build_policy_model(
         rope=RopeTable(shape),
         logits_memory_bytes=logits_memory_bytes,
     )
+    connect(parallel_state.get_tensor_model_parallel_group(), device)
     return PolicyModel(config, **_stage(shape))
 
 

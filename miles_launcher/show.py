@@ -93,6 +93,7 @@ def _overview(plan: LaunchPlan) -> Table:
         ("segments", _segments(plan)),
         ("rollout", f"{layout.rollout_tp} tp, {policy.attention_backend} attention"),
         ("trainer", world),
+        ("rank sums", _rank_sums(plan)),
         (
             "log-softmax",
             f"{table.order}: {table.vocab_size} columns in {table.num_segments} x {table.width}",
@@ -106,6 +107,18 @@ def _overview(plan: LaunchPlan) -> Table:
     if plan.fault is not None:
         rows.append(("fault", f"one ulp at {plan.fault.side} {plan.fault.place}"))
     return _pairs("Plan", rows)
+
+
+def _rank_sums(plan: LaunchPlan) -> str:
+    """How sums over tensor-parallel ranks will travel, as far as that is known before a start."""
+    if max(plan.layout.rollout_tp, plan.layout.train_tp) == 1:
+        return "none (one rank on each side)"
+    if plan.device == "cpu":
+        return "over the process group (ranks on cpu)"
+    return (
+        "over symmetric memory where a group's GPUs are on one host and linked by NVLink, else "
+        "over its process group; each rank reports which"
+    )
 
 
 def _segments(plan: LaunchPlan) -> str:

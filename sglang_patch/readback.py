@@ -42,6 +42,7 @@ def readback(scheduler: Any) -> dict[str, Any]:
         "tensor_parallel_size": live.ranks.size,
         "num_layers": config.num_hidden_layers,
         "fingerprint": fingerprint.to_dict(),
+        "rank_sums": live.ranks.transport.describe(),
         "calls": dict(live.calls),
         "weights_digest": _last_digest,
     }

@@ -13,7 +13,7 @@ import torch
 
 from ..function import apply
 from ..ops import RankGroup
-from .collectives import all_to_all
+from ..ops.tree_all_reduce.op import all_to_all
 
 
 def _to_heads(x: torch.Tensor, natural: torch.Tensor, ranks: RankGroup) -> torch.Tensor:

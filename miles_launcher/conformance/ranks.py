@@ -1,4 +1,7 @@
-"""Real ranks: processes of their own, gloo on a CPU, NCCL over the GPUs present.
+"""Real ranks: processes of their own, gloo on a CPU, over symmetric memory or NCCL on GPUs.
+
+Where there are fewer GPUs than ranks, ranks share them: symmetric memory between processes that
+take turns, and gloo for what it does not carry. That is slow, and the same kernels and waits.
 
 One start serves every degree and every op: the ranks form the largest group, and the smaller ones
 are subgroups of its first ranks.
@@ -6,6 +9,7 @@ are subgroups of its first ranks.
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -19,10 +23,14 @@ from .checks.rank_jobs import RANK_JOBS
 from .context import Context, Target
 from .properties import Mismatch, NotShown
 from .setting import Setting
-from .subject import Subject, cpu_subject, ops
+from .subject import Subject, connect, cpu_subject, ops
 
 DEGREES = (2, 4, 8)
 _TIMEOUT_SECONDS = 180.0
+# As many ranks as an order needs to show itself may share a GPU, taking turns; more would be slow.
+_SHARED_RANKS = 4
+# Small areas of symmetric memory: the jobs' messages then take every form, and pieces.
+_AREAS = {"one_shot_bytes": 1 << 12, "staged_bytes": 1 << 16}
 
 Results = dict[int, list[dict[str, dict[str, torch.Tensor]]]]
 
@@ -42,10 +50,17 @@ class _Task:
 
 def _rank(rank: int, task: _Task) -> None:
     torch.set_num_threads(1)
-    backend = "gloo"
+    backend, device = "gloo", torch.device("cpu")
+    shared = False
     if task.target == "cuda":
-        backend = "nccl"
-        torch.cuda.set_device(rank)
+        present = torch.cuda.device_count()
+        shared = present < task.world
+        device = torch.device("cuda", rank % present)
+        torch.cuda.set_device(device)
+        if shared:
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        else:
+            backend = "nccl"
     address = f"file://{task.folder}/store"
     dist.init_process_group(backend, init_method=address, rank=rank, world_size=task.world)
     ctx = Context(
@@ -56,6 +71,7 @@ def _rank(rank: int, task: _Task) -> None:
         group = dist.new_group(list(range(degree)))
         if rank >= degree:
             continue
+        connect(group, device, "symmetric memory" if shared else None, **_AREAS)
         ranks = ops.RankGroup.of(group)
         results = {name: RANK_JOBS[name][0](ctx, ranks) for name in task.names}
         found[degree] = {
@@ -80,7 +96,7 @@ class RankRun:
             raise NotShown("the interpreter runs in one process")
         most = max(ctx.setting.ranks)
         if ctx.target == "cuda":
-            most = min(most, torch.cuda.device_count())
+            most = min(most, max(_SHARED_RANKS, torch.cuda.device_count()))
         return tuple(d for d in DEGREES if d <= most)
 
     def check(self, ctx: Context, name: str) -> str:
@@ -97,14 +113,13 @@ class RankRun:
                     at = f"{degree} ranks, rank {rank}: {label}"
                     ctx.equal(found[name][label], wanted, at)
         ctx.degrees = degrees
+        shown = f"degrees {list(degrees)}, every rank, with and without a bias where there is one"
+        if ctx.target == "cuda":
+            shown += f"; {max(degrees)} processes on {torch.cuda.device_count()} GPUs"
         missing = [d for d in DEGREES if d in ctx.setting.ranks and d not in degrees]
         if missing:
-            shown = f"degrees {list(degrees)} equal" if degrees else "no degree ran"
-            raise NotShown(
-                f"{torch.cuda.device_count()} GPUs here, degrees {missing} need as many; {shown}",
-                degrees,
-            )
-        return f"degrees {list(degrees)}, every rank, with and without a bias where there is one"
+            raise NotShown(f"{shown}; degrees {missing} need as many GPUs", degrees)
+        return shown
 
 
 def _start(ctx: Context, degrees: tuple[int, ...], names: tuple[str, ...]) -> Results:

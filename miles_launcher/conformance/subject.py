@@ -17,6 +17,7 @@ import sglang_patch
 import sglang_patch.ops as ops
 from sglang_patch.ops import elementary
 from sglang_patch.ops.digest import row_digests, shard_digest, source_digest
+from sglang_patch.ops.tree_all_reduce.transport import connect
 from sglang_patch.schema import (
     CONTRACTS,
     RowReduction,
@@ -32,6 +33,7 @@ __all__ = [
     "RowReduction",
     "Subject",
     "VocabularySegments",
+    "connect",
     "cpu_subject",
     "elementary",
     "ops",
@@ -77,6 +79,7 @@ class Subject:
     combine_partials: Function
     gather_ranks: Function
     tree_all_reduce: Function
+    tree_reduce_scatter: Function
     rms_norm: Function
     rope_table: Function
     rope: Function

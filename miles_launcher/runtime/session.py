@@ -44,14 +44,14 @@ class Session:
             logs / "rollout.log",
             {**plan.rollout.env, **_visible(gpus, cluster.rollout_bundles())},
         )
-        for rank in range(plan.trainer.world_size if trainers else 0):
-            bundle = cluster.trainer_bundle(rank)
+        bundles = [cluster.trainer_bundle(rank) for rank in range(plan.trainer.world_size)]
+        for rank, bundle in enumerate(bundles if trainers else []):
             role = cluster.start(
                 f"trainer rank {rank}",
                 TrainerActor,
                 bundle,
                 logs / f"trainer-{rank}.log",
-                {**plan.trainer.env, **_visible(gpus, [bundle])},
+                {**plan.trainer.env, **_visible(gpus, _on_node(gpus, bundles, bundle))},
             )
             self._trainers.append(role)
         roles = [self._rollout, *self._trainers]
@@ -65,8 +65,16 @@ class Session:
         kwargs = {**plan.rollout.engine_kwargs, "model_path": model_path}
         starting = [(self._rollout, self._rollout.actor.start.remote(kwargs))]
         starting += [
-            (role, role.actor.start.remote(rank_config(plan, rank, address, port, 0), model_path))
-            for rank, role in enumerate(self._trainers)
+            (
+                role,
+                role.actor.start.remote(
+                    rank_config(
+                        plan, rank, address, port, _on_node(gpus, bundles, bundle).index(bundle)
+                    ),
+                    model_path,
+                ),
+            )
+            for rank, (role, bundle) in enumerate(zip(self._trainers, bundles, strict=False))
         ]
         children = cluster.wait(starting, timeout=timeout)[0]
         self._rollout.pids += children
@@ -215,6 +223,14 @@ class Session:
     def _on_trainers(self, method: str, *args: Any) -> list[Any]:
         calls = [(role, role.actor.call.remote(method, *args)) for role in self._trainers]
         return self._cluster.wait(calls)
+
+
+def _on_node(gpus: Sequence[tuple[str, str]], bundles: Sequence[int], bundle: int) -> Sequence[int]:
+    """Those of the trainer's bundles whose GPUs are on `bundle`'s node: its ranks see each other's
+    GPUs, so that they can map their memory. Without GPUs: itself."""
+    if not gpus:
+        return [bundle]
+    return [other for other in bundles if gpus[other][0] == gpus[bundle][0]]
 
 
 def _visible(gpus: Sequence[tuple[str, str]], bundles: Sequence[int]) -> dict[str, str]:

@@ -19,6 +19,7 @@ import torch
 from .. import state
 from ..ops.attention.op import FLASH3_HEAD_DIM
 from ..ops.tree_all_reduce.op import RankGroup
+from ..ops.tree_all_reduce.transport import connect
 from .target import Hook
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.(?:self_attn\.|mlp\.)?(\w+)$")
@@ -107,6 +108,9 @@ def load_model(original: Callable[..., None], self: Any, *args: Any, **kwargs: A
         else RankGroup()
     )
     assert live.ranks.size == live.policy.tensor_parallel_size
+    # Now, before the engine counts the memory that is left for its cache, and captures graphs.
+    place = f"cuda:{self.gpu_id}" if self.device == "cuda" else self.device
+    connect(live.ranks.group, torch.device(place))
 
 
 def batch_invariant_mode(original: Callable[..., None], self: Any) -> None:

@@ -19,7 +19,12 @@ from .rope.op import rope, rope_table
 from .row_linear.matmul_tp_inv import matmul_tp_inv
 from .row_linear.op import combine_partials, row_linear, row_linear_partial
 from .silu_mul.op import silu_mul
-from .tree_all_reduce.op import RankGroup, gather_ranks, tree_all_reduce
+from .tree_all_reduce.op import (
+    RankGroup,
+    gather_ranks,
+    tree_all_reduce,
+    tree_reduce_scatter,
+)
 
 __all__ = [
     "RankGroup",
@@ -39,4 +44,5 @@ __all__ = [
     "silu_mul",
     "temperature_logits",
     "tree_all_reduce",
+    "tree_reduce_scatter",
 ]

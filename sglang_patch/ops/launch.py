@@ -26,6 +26,8 @@ def _kind(argument: Any) -> Any:
         return argument == 1, argument % 16 == 0, -_INT32 <= argument < _INT32
     if isinstance(argument, float) or argument is None:
         return type(argument)
+    if type(argument) is tuple:
+        return tuple(map(_kind, argument))
     # A tensor descriptor: its box and layout are part of its type.
     return argument.base.dtype, tuple(argument.block_shape), argument.layout, argument.padding
 

@@ -85,6 +85,19 @@ def test_the_documents_tables_are_those_of_the_results() -> None:
     assert tables.render(text) == text
 
 
+def test_sums_over_ranks_have_a_table() -> None:
+    times = {"all-reduce": 9.04, "nccl bf16": 20.0, "nccl fp32": 21.0}
+    rows = [
+        {"rows": 1, "us": times, "over_nccl_bf16": 0.452, "over_nccl_fp32": 0.43},
+        {"rows": 2, "differing": 3},
+        {"rows": 64, "us": {**times, "two shots": 8.0}, "over_nccl_bf16": 1, "over_nccl_fp32": 1},
+    ]
+    lines = tables.collectives({"rows": rows}).splitlines()
+    assert lines[0].startswith("| rows | all-reduce | nccl bf16 | nccl fp32 | two shots |")
+    assert lines[2] == "| 1 | 9.0 | 20.0 | 21.0 |  | 0.45 | 0.43 |"
+    assert len(lines) == 4 and lines[3].startswith("| 64 |"), "other bits have no time"
+
+
 def test_a_changed_figure_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "<!-- table linear r.json -->\nstale\n<!-- end -->\n"
     row = {"layer": "a", "rows": 1, "columns": 2, "k": 3, "ratio": 1.051, "target": 1.05}

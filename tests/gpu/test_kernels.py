@@ -27,7 +27,7 @@ def test_op(name: str) -> None:
     bad = [r for r in results if r.status is Status.FAILED]
     assert not bad, "\n".join(f"{r.op} {r.property}: {r.detail}" for r in bad)
     unseen = {r.property: r.detail for r in results if r.status is Status.NOT_SHOWN}
-    # Real ranks need as many GPUs; whatever else was not shown could have been here.
+    # More real ranks than share a GPU need as many; whatever else was not shown could have been.
     assert unseen.keys() <= {"tp_ranks"}, unseen
     if unseen:
         pytest.skip(f"all else holds; not shown: {unseen}")

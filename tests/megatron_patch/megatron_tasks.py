@@ -24,8 +24,10 @@ from megatron_patch.ops.tree_all_reduce.reference import sum_ranks
 from megatron_patch.parallel import (
     gather_partial,
     gather_replicated,
+    gather_rows,
     heads_to_sequence,
     pack,
+    reduce_scatter_rows,
     sequence_to_heads,
 )
 from megatron_patch.parallel.ulysses import replicate_heads
@@ -344,6 +346,39 @@ def gathers(rank: int, world: int, port: int) -> dict[str, bool]:
             "partial_is_the_sum": torch.equal(y.grad, total),
             # Two ranks cannot show an order: a + b = b + a.
             "order_shows": world == 2 or not torch.equal(left_to_right[:, own], total),
+        }
+
+
+def row_scatter(rank: int, world: int, port: int) -> dict[str, bool]:
+    """Rows summed and kept, and gathered again, with rows that no rank of the last has."""
+    rows, columns, share = 4 * world + 1, 6, 5
+    with _process_group(rank, world, port) as ranks:
+        generator = torch.Generator().manual_seed(4)
+        everyone = torch.randn((world, rows, columns), generator=generator).mul_(1e3)
+        gradients = torch.randn((world, share, columns), generator=generator)
+        x = everyone[rank].clone().requires_grad_()
+        out = reduce_scatter_rows(x, ranks)
+        out.backward(gradients[rank])
+        missing = torch.zeros((world * share - rows, columns))
+        total = sum_ranks(list(everyone))
+        own = slice(rank * share, (rank + 1) * share)
+        left_to_right = everyone[0]
+        for other in everyone[1:]:
+            left_to_right = left_to_right + other
+        # The way back: each rank uses all rows with a gradient of its own.
+        y = total.new_zeros((share, columns)).requires_grad_()
+        whole = gather_rows(y, rows, ranks)
+        whole.backward(everyone[rank])
+        return {
+            "forward": torch.equal(out, torch.cat([total, missing])[own]),
+            "order_shows": world == 2 or not torch.equal(left_to_right, total),
+            "gradient_is_the_owners": torch.equal(x.grad, torch.cat(list(gradients))[:rows]),
+            "gathered_gradient_is_the_sum": torch.equal(y.grad, torch.cat([total, missing])[own]),
+            "rows": whole.shape[0] == rows,
+            "gradcheck": torch.autograd.gradcheck(
+                lambda t: gather_rows(reduce_scatter_rows(t, ranks), rows, ranks) / world,
+                (everyone[0][:, :2].double().requires_grad_(),),
+            ),
         }
 
 

@@ -80,3 +80,10 @@ def test_gathers_and_their_gradients(ranks) -> None:
             assert result["replicated_is_own_slice"]
             assert result["partial_is_the_sum"]
             assert result["order_shows"], "vacuous: the ranks' sum has one value in any order"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_reduce_scatter_drops_no_row_and_hands_back_the_owners_gradients(ranks, world: int) -> None:
+    for result in ranks.run(world, "row_scatter"):
+        assert result["order_shows"], "vacuous: the ranks' sum has one value in any order"
+        assert all(result.values()), result

@@ -157,12 +157,14 @@ def launch_row_linear_partial(
     *,
     tile: GemmTile | FewTile | FewPlan | Plan | None = None,
     out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x [M, K_local], weight [N, K_local] bf16, any strides -> [M, N] in `leaf_dtype`.
 
     `num_leaves` equal leaves, a power of two of runs of `run`; leaf_dtype bf16 or fp32. `out_dtype`
-    rounds the root once more, for a rank that owns every leaf. `tile` overrides the tables;
-    conformance tests compare entries with it. Raises `ValueError` on others.
+    rounds the root once more, for a rank that owns every leaf; `out` is where to write, contiguous.
+    `tile` overrides the tables; conformance tests compare entries with it. Raises `ValueError` on
+    others.
     """
     require_matrices("row_linear", x, weight)
     rows, k_size = x.shape
@@ -177,7 +179,14 @@ def launch_row_linear_partial(
         leaf_dtype in (torch.bfloat16, torch.float32),
         f"row_linear kernel: leaf_dtype is {leaf_dtype}; it is bfloat16 or float32",
     )
-    out = x.new_empty((rows, columns), dtype=out_dtype or leaf_dtype)
+    out_dtype = out_dtype or leaf_dtype
+    if out is None:
+        out = x.new_empty((rows, columns), dtype=out_dtype)
+    require(
+        out.shape == (rows, columns) and out.dtype == out_dtype and out.is_contiguous(),
+        f"row_linear kernel: out is {out.dtype} {tuple(out.shape)}; it writes contiguous "
+        f"{out_dtype} {(rows, columns)}",
+    )
     if out.numel() == 0:
         return out
     # fp32 leaves, one or two a run, are a balanced tree, and one leaf is rounded once.

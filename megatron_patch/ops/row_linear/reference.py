@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from ...schema.reduction import Association, RowReduction, rank_association, run_tree
+from ...schema.reduction import Association, RowReduction, run_tree
 from ..formats import rounded_dtype
 from ..linear.reference import leaf_products
 from ..tree_all_reduce.reference import evaluate
@@ -18,25 +16,6 @@ def partial(
     """One rank's subtree: x [M, K_local], weight [N, K_local] -> [M, N] in `leaf_dtype`."""
     leaves = leaf_products(x, weight, num_leaves).to(leaf_dtype)
     return evaluate(run_tree(num_leaves, run), list(leaves.unbind(0)))
-
-
-def combine(
-    parts: Sequence[torch.Tensor], bias: torch.Tensor | None, bias_ranks: int
-) -> torch.Tensor:
-    """Add the ranks' parts; the bias enters at the node that covers the first of `bias_ranks`
-    equal parts of K. `bias_ranks` at most the number of parts (finer: see `op.row_linear`)."""
-
-    def walk(node: Association, ranks: int, first: bool) -> torch.Tensor:
-        value = (
-            parts[node]
-            if isinstance(node, int)
-            else walk(node[0], ranks // 2, first) + walk(node[1], ranks // 2, False)
-        )
-        if bias is not None and first and ranks * bias_ranks == len(parts):
-            value = value + bias.to(value.dtype)
-        return value
-
-    return walk(rank_association(len(parts)), len(parts), True)
 
 
 def row_linear(

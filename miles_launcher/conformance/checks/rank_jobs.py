@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..context import Context, array
@@ -34,11 +35,21 @@ def _cases(contract: str, size: int) -> dict[str, Case]:
     }
 
 
+def _sized(ctx: Context, contract: str, size: int) -> Iterator[tuple[str, Case, int]]:
+    """The cases with few rows; on GPUs one of v2's also with many, whose sum takes another form."""
+    cases = _cases(contract, size)
+    for name, case in cases.items():
+        yield f"{name}, 5 rows", case, 5
+    if ctx.target == "cuda" and contract == V2:
+        name, case = next(iter(cases.items()))
+        yield f"{name}, 300 rows", case, 300
+
+
 def _row_linear(contract: str) -> tuple[Job, Expected]:
     def job(ctx: Context, ranks: Any) -> dict[str, torch.Tensor]:
         out = {}
-        for name, case in _cases(contract, ranks.size).items():
-            x, weight, bias = operands(ctx, case, 5)
+        for name, case, rows in _sized(ctx, contract, ranks.size):
+            x, weight, bias = operands(ctx, case, rows)
             mine = [t.chunk(ranks.size, 1)[ranks.rank] for t in (x, weight)]
             for label, b in (("", None), (", bias", bias)):
                 moved = [*ctx.put(*mine), None if b is None else b.to(ctx.device)]
@@ -49,8 +60,8 @@ def _row_linear(contract: str) -> tuple[Job, Expected]:
 
     def expected(ctx: Context, size: int) -> dict[str, Array]:
         out = {}
-        for name, case in _cases(contract, size).items():
-            x, weight, bias = operands(ctx, case, 5)
+        for name, case, rows in _sized(ctx, contract, size):
+            x, weight, bias = operands(ctx, case, rows)
             out[name] = case.oracle(x, weight, None)
             out[name + ", bias"] = case.oracle(x, weight, bias)
             if size > 2:
@@ -64,22 +75,36 @@ def _row_linear(contract: str) -> tuple[Job, Expected]:
     return job, expected
 
 
+# Rows of the ranks' messages: one shot, and two in pieces, where a rank's areas are as small as
+# real ranks of this suite have them.
+_MESSAGES = (33, 3001)
+
+
 def _tree_job(ctx: Context, ranks: Any) -> dict[str, torch.Tensor]:
-    parts = {str(dtype): part(ranks.rank, dtype) for dtype in _DTYPES}
-    return {
-        name: ctx.subject.tree_all_reduce(*ctx.put(mine), ranks) for name, mine in parts.items()
-    }
+    out = {}
+    for dtype in _DTYPES:
+        for rows in _MESSAGES:
+            (mine,) = ctx.put(part(ranks.rank, dtype, rows))
+            out[f"{dtype}, {rows} rows"] = ctx.subject.tree_all_reduce(mine, ranks)
+            kept = ctx.subject.tree_reduce_scatter(mine, ranks)
+            # Every rank is judged by all rows, so they are gathered; no arithmetic.
+            whole = torch.cat(ctx.subject.gather_ranks(kept, ranks))
+            out[f"{dtype}, {rows} rows, scattered"] = whole
+    return out
 
 
 def _tree_expected(ctx: Context, size: int) -> dict[str, Array]:
     out = {}
     for dtype in _DTYPES:
-        arrays = [array(part(rank, dtype)) for rank in range(size)]
-        name = str(dtype).removeprefix("torch.")
-        out[str(dtype)] = products.tree(arrays, name)
-        if size > 2:
-            chain = products.chain(arrays, name)
-            ctx.shows(out[str(dtype)], chain, f"{size} ranks, {dtype}: a chain")
+        for rows in _MESSAGES:
+            arrays = [array(part(rank, dtype, rows)) for rank in range(size)]
+            name, label = str(dtype).removeprefix("torch."), f"{dtype}, {rows} rows"
+            out[label] = products.tree(arrays, name)
+            missing = np.zeros((-rows % size, arrays[0].shape[1]), np.float32)
+            out[f"{label}, scattered"] = np.concatenate([out[label], missing])
+            if size > 2:
+                chain = products.chain(arrays, name)
+                ctx.shows(out[label], chain, f"{size} ranks, {label}: a chain")
     return out
 
 

@@ -18,9 +18,9 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def part(rank: int, dtype: torch.dtype) -> torch.Tensor:
+def part(rank: int, dtype: torch.dtype, rows: int = 33) -> torch.Tensor:
     """What one rank brings: magnitudes that differ, so that the order shows."""
-    return random(33, 7, seed=40 + rank, dtype=dtype, scale=4.0 ** (rank % 3))
+    return random(rows, 7, seed=40 + rank, dtype=dtype, scale=4.0 ** (rank % 3))
 
 
 def _summed(ctx: Context, parts: list[torch.Tensor]) -> torch.Tensor:
@@ -64,9 +64,10 @@ def dtypes(ctx: Context) -> str:
     one = ops.RankGroup()
     for dtype in _DTYPES:
         (x,) = ctx.put(part(0, dtype))
-        out = ctx.subject.tree_all_reduce(x, one)
-        ctx.require(out.dtype == dtype, f"{dtype} in, {out.dtype} out")
-        ctx.equal(out, x.cpu(), f"{dtype}: a group of one")
+        for function in (ctx.subject.tree_all_reduce, ctx.subject.tree_reduce_scatter):
+            out = function(x, one)
+            ctx.require(out.dtype == dtype, f"{dtype} in, {out.dtype} out")
+            ctx.equal(out, x.cpu(), f"{dtype}: a group of one")
     (x,) = ctx.put(part(0, torch.float32))
     ctx.refused(lambda: _summed(ctx, [x] * 3), "three ranks")
     ctx.refused(lambda: ops.RankGroup(size=4), "four ranks without a process group")
@@ -118,8 +119,12 @@ SUITE = OpSuite(
     absent={
         "phases": "a row has no phase here; see neighbours",
         "split_k": "there is no K",
-        "kernel_table": "plain additions, no kernel of ours",
+        "kernel_table": "one kernel, no table",
         "cpu_bits": "fp32 and bf16 additions; the oracle's bits are the claim (see order)",
     },
-    fault=(("combine_partials", "order"), ("tree_all_reduce", "dtypes")),
+    fault=(
+        ("combine_partials", "order"),
+        ("tree_all_reduce", "dtypes"),
+        ("tree_reduce_scatter", "dtypes"),
+    ),
 )

@@ -9,7 +9,7 @@ import torch
 from ...schema.reduction import RowReduction, local_association, run_of
 from ..formats import DTYPES, NAMESPACE, eager_on_gpu, require
 from ..linear.op import check_operands
-from ..tree_all_reduce.op import RankGroup, gather_ranks
+from ..tree_all_reduce.op import RankGroup, combine, stage, tree_all_reduce
 from . import reference
 
 
@@ -77,19 +77,26 @@ def _(
 
 
 def row_linear_partial(
-    x: torch.Tensor, weight: torch.Tensor, reduction: RowReduction, tensor_parallel_size: int
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    reduction: RowReduction,
+    tensor_parallel_size: int,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One rank's subtree of the sum: x [M, K_local] bf16, weight [N, K_local] bf16.
 
-    Returns [M, N] in the contract's leaf dtype. Raises `ValueError` where K_local is not this
-    rank's share of `reduction.k_global`, or where the share would cut a leaf.
+    Returns [M, N] in the contract's leaf dtype, in `out` (contiguous) where it is given. Raises
+    `ValueError` where K_local is not this rank's share of `reduction.k_global`, or where the share
+    would cut a leaf.
     """
     leaves, run, name = _share(x, weight, reduction, tensor_parallel_size)
     if eager_on_gpu(x):
         from .kernel import launch_row_linear_partial
 
-        return launch_row_linear_partial(x, weight, leaves, run, DTYPES[name])
-    return _row_linear_partial(x, weight, leaves, run, name)
+        return launch_row_linear_partial(x, weight, leaves, run, DTYPES[name], out=out)
+    total = _row_linear_partial(x, weight, leaves, run, name)
+    return total if out is None else out.copy_(total)
 
 
 def _share(
@@ -113,7 +120,7 @@ def combine_partials(
 ) -> torch.Tensor:
     """Finish the tree over the ranks' parts, with the bias where the contract puts it, in the
     leaf dtype. parts: one [M, N] a rank, in rank order."""
-    return reference.combine(parts, bias, reduction.bias_ranks)
+    return combine(parts, bias, reduction.bias_ranks)
 
 
 def _biased_local(
@@ -135,7 +142,7 @@ def _biased_local(
         )
         for i in range(pieces)
     ]
-    return reference.combine(parts, bias, pieces)
+    return combine(parts, bias, pieces)
 
 
 def row_linear(
@@ -170,7 +177,14 @@ def row_linear(
         assert bias is not None
         mine = _biased_local(flat, weight, bias, reduction, ranks)
     else:
-        mine = row_linear_partial(flat, weight, reduction, ranks.size)
-    total = combine_partials(gather_ranks(mine, ranks), None if inside else bias, reduction)
-    out = total.to(DTYPES[rounded])
+        shape = (flat.shape[0], weight.shape[0])
+        staged = stage(*shape, DTYPES[reduction.leaf_dtype], ranks)
+        mine = row_linear_partial(flat, weight, reduction, ranks.size, out=staged)
+    out = tree_all_reduce(
+        mine,
+        ranks,
+        bias=None if inside else bias,
+        bias_ranks=reduction.bias_ranks,
+        out_dtype=DTYPES[rounded],
+    )
     return out.view(*x.shape[:-1], weight.shape[0])

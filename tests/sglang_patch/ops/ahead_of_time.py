@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from triton.backends.compiler import GPUTarget
@@ -14,18 +15,25 @@ AMPERE = GPUTarget("cuda", 80, 32)
 
 
 def compile_ptx(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], target: GPUTarget, **options: Any
+    kernel: Any,
+    types: Mapping[str, str | tuple[str, ...]],
+    constants: dict[str, Any],
+    target: GPUTarget,
+    **options: Any,
 ) -> str:
-    """PTX of a Triton kernel. `types`: pointers and scalars; `constants`: the constexprs."""
+    """PTX of a Triton kernel. `types`: pointers, scalars and tuples of them; `constants`: the
+    constexprs."""
     names = kernel.arg_names
     missing = set(names) - set(types) - set(constants)
     assert not missing, f"{kernel.__name__}: no type for {sorted(missing)}"
     signature = {n: types.get(n, "constexpr") for n in names}
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, n in enumerate(names)
-        if types.get(n, "").startswith("*")
-    }
+    aligned = {}
+    for i, name in enumerate(names):
+        kind = types.get(name, "")
+        if isinstance(kind, tuple):
+            aligned |= {(i, j): [["tt.divisibility", 16]] for j in range(len(kind))}
+        elif kind.startswith("*"):
+            aligned[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(
         kernel, signature, {(names.index(n),): v for n, v in constants.items()}, aligned
     )

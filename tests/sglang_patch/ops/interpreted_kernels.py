@@ -35,7 +35,9 @@ from sglang_patch.ops.row_linear import reference as row_linear_reference
 from sglang_patch.ops.row_linear.kernel import launch_row_linear_partial
 from sglang_patch.ops.row_linear.kernel_tiles_few import tiles_few_kernel
 from sglang_patch.ops.silu_mul.kernel import launch_silu_mul
-from sglang_patch.ops.tree_all_reduce.reference import evaluate
+from sglang_patch.ops.tree_all_reduce.kernel import launch_combine, launch_one_shot
+from sglang_patch.ops.tree_all_reduce.reference import combine, evaluate
+from sglang_patch.ops.tree_all_reduce.workspace import Areas, Workspace
 from sglang_patch.schema.reduction import balanced, run_length
 from sglang_patch.schema.vocabulary import vocabulary_segments
 
@@ -246,3 +248,47 @@ def test_empty_inputs_give_empty_outputs() -> None:
     assert launch_rms_norm(x, weight[0], None, 1e-6)[0].shape == (0, 128)
     assert launch_silu_mul(x).shape == (0, 64)
     assert launch_segment_statistics(x.float(), 128, 1, [128])[0].shape == (0, 1)
+
+
+# --- sums over ranks (between processes: `interpreted_ranks.py`) --------------------------------
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_the_tree_over_parts(count: int, dtype: torch.dtype) -> None:
+    parts = [random(7, 90, seed=i, dtype=dtype, scale=4.0**i) for i in range(count)]
+    for groups in (0, 1, 2, count):
+        bias = random(90, seed=20) if groups else None
+        out = torch.empty(7, 90, dtype=BF16)
+        launch_combine(parts, bias, out, span=count // groups if groups else 0, columns=90)
+        assert differing(out, combine(parts, bias, groups or 1).to(BF16)) == 0
+    # Parts 0 and 2 change places; two parts have one sum in either order.
+    swapped = [*reversed(parts[:3]), *parts[3:]]
+    out = torch.empty_like(parts[0])
+    launch_combine(swapped, None, out, span=0, columns=90)
+    assert (differing(out, combine(parts, None, 1)) > 0) == (count > 2)
+
+
+def test_a_rank_that_nobody_meets_stops_and_does_not_add() -> None:
+    areas = Areas(2, 1 << 12, 1 << 13)
+    buffers = [torch.zeros(areas.total, dtype=torch.uint8) for _ in range(2)]
+    out = torch.full((3, 5), 7.0, dtype=BF16)
+    with pytest.raises(Exception, match="InlineAsm|inline_asm"):  # the interpreter's trap
+        launch_one_shot(
+            torch.ones(3, 5), None, out, Workspace(0, areas, buffers), span=0, columns=5, polls=3
+        )
+    assert (out == 7.0).all()
+
+
+def test_what_the_kernels_do_not_take_is_refused() -> None:
+    areas = Areas(2, 1 << 12, 1 << 13)
+    workspace = Workspace(0, areas, [torch.zeros(areas.total, dtype=torch.uint8)] * 2)
+    x, out = torch.ones(3, 5), torch.empty(3, 5, dtype=BF16)
+    for wrong, bias in (
+        (x.double(), None),
+        (x.t().contiguous().t(), None),
+        (x, torch.ones(4)),
+        (torch.ones(64, 17), None),
+    ):
+        with pytest.raises(ValueError, match="tree_all_reduce"):
+            launch_one_shot(wrong, bias, out, workspace, span=2, columns=5)

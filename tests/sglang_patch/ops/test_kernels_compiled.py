@@ -172,6 +172,31 @@ def test_attention_compiles(target: str, head_dim: int) -> None:
     assert any("mma" in i and ".f32.bf16.bf16" in i for i in instructions(ptx))
 
 
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("target", list(TARGETS))
+def test_sums_over_ranks_order_what_ranks_see(target: str, world: int) -> None:
+    """Arrivals release and acquire over the whole system; nothing is fused."""
+    tuples = dict.fromkeys(("received", "staged", "parts"), ("*fp32",) * world)
+    tuples |= {"shared": ("*bf16",) * world, "flags": ("*i32",) * world}
+    pointers = {"x_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*bf16", "epochs_ptr": "*i32"}
+    constants = {"RANK": 1, "WORLD": world, "COUNT": world, "SPAN": 1, "CAPACITY": 1 << 20}
+    constants |= {"GATHER": True, "PROGRAMS": 128, "BLOCK": 512}
+    for name in ("one_shot_kernel", "two_shot_kernel", "combine_kernel"):
+        function = kernel("tree_all_reduce", name)
+        names = set(function.arg_names)
+        types = {n: t for n, t in {**tuples, **pointers}.items() if n in names}
+        types |= {n: "i32" for n in ("numel", "share", "columns", "polls") if n in names}
+        chosen = {n: v for n, v in constants.items() if n in names}
+        ptx = compile_ptx(function, types, chosen, TARGETS[target], **UNFUSED)
+        used = instructions(ptx)
+        assert "fma.rn.f32" not in used and "add.f32" not in used
+        assert "add.rn.f32" in used
+        waits = name != "combine_kernel"
+        assert ("atom.global.sys.release.exch.b32" in used) == waits
+        assert ("atom.global.sys.acquire.add.u32" in used) == waits
+        assert ("trap;" in ptx) == waits
+
+
 @pytest.mark.parametrize("case", list(EXACT))
 def test_a_launch_specialised_on_ones_compiles(case: str) -> None:
     """Triton makes an integer argument of 1 a constant: one row, one head, one column."""

@@ -73,6 +73,7 @@ def test_the_second_launch_passes_everything_in_the_signatures_order(
         ((aligned(), aligned(), 1 << 36), {}),
         ((None, aligned(), 48), {}),
         ((aligned(), aligned(), 48.0), {}),
+        (((aligned(), aligned()), aligned(), 48), {}),
         ((aligned(), aligned(), 48), {"SIZE": 16}),
         ((aligned(), aligned(), 48), {"NAME": "b"}),
         ((aligned(), aligned(), 48), {"num_warps": 8}),
@@ -101,6 +102,18 @@ def test_a_tensor_descriptor_counts_by_its_box_and_layout(
         descriptor = TensorDescriptor.from_tensor(x, box, NVMMASharedLayout(swizzle, 16, rank=2))
         launch(some_kernel, (1,), (descriptor, x, 48), options)
     assert len(asked) == 3
+
+
+def test_a_tuple_counts_by_what_it_holds(compiled: tuple[list[Any], list[Any]]) -> None:
+    asked, launched = compiled
+    options = {"SIZE": 8, "NAME": "a"}
+    pairs = [(aligned(), aligned()), (aligned(), aligned(1)), (aligned(), aligned(), aligned())]
+    for pair in pairs:
+        launch(some_kernel, (1,), (pair, aligned(), 48), options)
+    assert len(asked) == 3 and not launched
+    again = (aligned(), aligned())
+    launch(some_kernel, (1,), (again, aligned(), 48), options)
+    assert len(asked) == 3 and launched[0][1][0] is again
 
 
 def test_a_missing_constant_is_our_own_mistake(compiled: tuple[list[Any], list[Any]]) -> None:
