@@ -1,12 +1,14 @@
 """Causal attention over packed sequences.
 
-On a GPU the forward is FlashAttention 3 and the backward PyTorch's FlashAttention, fed with FA3's
-output and log-sum-exp; on a CPU the backward recomputes the probabilities (Dao et al., 2022, arXiv
-2205.14135, algorithm 4).
+On a GPU the forward is FlashAttention 3 or the Triton path, and the backward PyTorch's
+FlashAttention, fed with the forward's output and log-sum-exp; on a CPU the backward recomputes the
+probabilities (Dao et al., 2022, arXiv 2205.14135, algorithm 4).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -61,6 +63,21 @@ def reference_backward(
     return dquery, dkey, dvalue
 
 
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """PyTorch's deterministic mode, without `warn_only`, for the operators inside.
+
+    FlashAttention's backward adds dq with atomics unless this mode is on; with `warn_only` it warns
+    once and still does (aten `_flash_attention_backward`, PyTorch 2.11).
+    """
+    mode = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+
+
 def _flash_backward(
     ctx: Any, out_gradient: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -70,23 +87,24 @@ def _flash_backward(
     # No dropout, so the philox state is never read; the operator still wants two tensors.
     no_rng = torch.zeros(2, dtype=torch.uint64, device=query.device)
     longest = max(ctx.lengths)
-    dquery, dkey, dvalue, *_ = torch.ops.aten._flash_attention_backward(
-        out_gradient.contiguous(),
-        query,
-        key,
-        value,
-        out,
-        lse,
-        offsets,
-        offsets,
-        longest,
-        longest,
-        0.0,
-        True,
-        no_rng,
-        no_rng.new_empty(0),
-        scale=ctx.scale,
-    )
+    with deterministic_algorithms():
+        dquery, dkey, dvalue, *_ = torch.ops.aten._flash_attention_backward(
+            out_gradient.contiguous(),
+            query,
+            key,
+            value,
+            out,
+            lse,
+            offsets,
+            offsets,
+            longest,
+            longest,
+            0.0,
+            True,
+            no_rng,
+            no_rng.new_empty(0),
+            scale=ctx.scale,
+        )
     return dquery, dkey, dvalue
 
 
@@ -99,17 +117,18 @@ class _Attention(torch.autograd.Function):
         value: torch.Tensor,
         lengths: list[int],
         scale: float,
+        path: str | None,
     ) -> torch.Tensor:
         op_calls["attention"] += 1
         ctx.lengths, ctx.scale = lengths, scale
         if query.device.type == "cpu":
-            out = ops.attention(query, key, value, query_lengths=lengths, scale=scale)
+            out = ops.attention(query, key, value, query_lengths=lengths, scale=scale, path=path)
             ctx.save_for_backward(query, key, value, out)
             return out
         from ..ops.attention.kernel import launch_attention
 
         # The op returns the output alone; its launcher also hands out the log-sum-exp.
-        out, lse = launch_attention(query, key, value, lengths, lengths, scale)
+        out, lse = launch_attention(query, key, value, lengths, lengths, scale, path)
         ctx.save_for_backward(query, key, value, out, lse)
         return out
 
@@ -122,12 +141,19 @@ class _Attention(torch.autograd.Function):
             )
         else:
             gradients = _flash_backward(ctx, out_gradient)
-        return (*gradients, None, None)
+        return (*gradients, None, None, None)
 
 
 def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lengths: list[int], scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    lengths: list[int],
+    scale: float,
+    path: str | None = None,
 ) -> torch.Tensor:
     """`ops.attention` over whole sequences, with a gradient. query: [tokens, heads, head_dim];
-    key, value: [tokens, kv_heads, head_dim]; lengths: tokens per sequence, in packed order."""
-    return apply(_Attention, query, key, value, lengths, scale)
+    key, value: [tokens, kv_heads, head_dim]; lengths: tokens per sequence, in packed order; path:
+    as in `ops.attention`. The gradients have the same bits on every call."""
+    return apply(_Attention, query, key, value, lengths, scale, path)

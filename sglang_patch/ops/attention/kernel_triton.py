@@ -292,6 +292,8 @@ def launch_keys(
     group = heads // kv_heads
     out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
     lse = query.new_empty((heads, tokens), dtype=torch.float32) if with_lse else None
+    if query.numel() == 0:
+        return out, lse
     paged = isinstance(keys, PagedKeys)
     lengths = keys.lengths if isinstance(keys, PagedKeys) else None
     table = keys.table if isinstance(keys, PagedKeys) else None
