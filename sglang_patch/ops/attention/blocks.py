@@ -73,7 +73,7 @@ def visit_block(
     weights = tl.exp2(tl.fma(scores, log2_scale, -shift[:, None])).to(v.dtype)
     correction = tl.exp2(largest - shift)[:, None]
     # A sum by the tensor core has one order in every layout of the block, `tl.sum` has not.
-    ones = tl.full((BLOCK, SUM_COLUMNS), 1.0, v.dtype)
+    ones = tl.full((BLOCK, SUM_COLUMNS), 1.0, tl.float32).to(v.dtype)
     total = tl.dot(weights, ones, total * correction, input_precision="ieee")
     values = tl.dot(weights, v, values * correction, input_precision="ieee")
     return new_largest, total, values
