@@ -71,8 +71,9 @@ def policy_for(
     """Bind a contract to this trainer.
 
     attention_width: `num_attention_heads * head_dim`, the global K of o_proj; intermediate_size:
-    the global K of down_proj; attention: the rollout's path. Raises `ValueError` naming the layer and the numbers where the
-    contract cannot cut a sum for the rollout, or where this trainer's shard would cut a leaf.
+    the global K of down_proj; attention: the rollout's path. Raises `ValueError` naming the layer
+    and the numbers where the contract cannot cut a sum for the rollout, or where this trainer's
+    shard would cut a leaf.
     """
     reductions = {}
     for layer, k_global in (("o_proj", attention_width), ("down_proj", intermediate_size)):

@@ -99,7 +99,9 @@ def attention_path(
     """
     if device == "cpu":
         if asked != "auto":
-            raise ValueError(f"attention={asked} with --device cpu: a CPU runs the reference; drop it")
+            raise ValueError(
+                f"attention={asked} with --device cpu: a CPU runs the reference; drop it"
+            )
         return "reference"
     hopper = capability is None or capability.startswith("9.")
     wide = profile.head_dim == _FLASH3_HEAD_DIM

@@ -23,8 +23,8 @@ from .schema import (
 
 _PACKAGE = Path(__file__).resolve().parent
 
-# The engine's attention backend -> the path of ours. Which one a device may take is checked once the
-# model is there (`hooks/model.py`).
+# The engine's attention backend -> the path of ours. Which one a device may take is checked once
+# the model is there (`hooks/model.py`).
 ATTENTION_PATHS = {"fa3": "fa3", "triton": "triton", "torch_native": "reference"}
 
 

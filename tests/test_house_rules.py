@@ -117,6 +117,7 @@ ENGINE_FILES = {
     },
     "ray": {"miles_launcher/runtime/"},
     "sglang_patch": {
+        "miles_launcher/conformance/attention_entries.py",
         "miles_launcher/conformance/hopper.py",
         "miles_launcher/conformance/probe_kernels.py",
         "miles_launcher/conformance/subject.py",  # what is under test; the oracle imports no op

@@ -54,9 +54,7 @@ class PolicyCoreAttention(torch.nn.Module):
             )
         key, value = replicate_heads(key, self.ranks), replicate_heads(value, self.ranks)
         whole = [sequence_to_heads(x, batch.natural, self.ranks) for x in (query, key, value)]
-        out = autograd.attention(
-            *whole, lengths=batch.lengths, scale=self.scale, path=self.path
-        )
+        out = autograd.attention(*whole, lengths=batch.lengths, scale=self.scale, path=self.path)
         return heads_to_sequence(out, batch.natural, query.shape[0], self.ranks)
 
 

@@ -119,7 +119,7 @@ def decode(
 
 
 def _check_layer(backend: Any, layer: Any, cap: float, **absent: Any) -> None:
-    """`ValueError` for what the engine's Triton backend can do and the contract has no order for."""
+    """`ValueError` for what the engine's Triton backend can do and no contract has."""
     broken = [f"{name}={value!r}" for name, value in absent.items() if value is not None]
     if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
         broken.append(f"sliding_window_size={layer.sliding_window_size}")
@@ -131,7 +131,8 @@ def _check_layer(backend: Any, layer: Any, cap: float, **absent: Any) -> None:
         broken.append("a scaled or virtually addressed cache")
     if broken:
         raise ValueError(
-            f"layer {layer.layer_id}: attention with {', '.join(broken)} is not part of the contract"
+            f"layer {layer.layer_id}: attention with {', '.join(broken)} is not part of the "
+            "contract"
         )
 
 

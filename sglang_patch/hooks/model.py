@@ -80,7 +80,9 @@ def check_attention(runner: Any) -> None:
     """`ValueError` unless the attention in use is one that a trainer can reproduce."""
     backend = runner.server_args.attention_backend
     path = ATTENTION_PATHS.get(backend)
-    allowed = [name for name, of in ATTENTION_PATHS.items() if (of == "reference") == _on_cpu(runner)]
+    allowed = [
+        name for name, of in ATTENTION_PATHS.items() if (of == "reference") == _on_cpu(runner)
+    ]
     for phase in ("prefill", "decode"):
         own = getattr(runner.server_args, f"{phase}_attention_backend", None)
         if own not in (None, backend):

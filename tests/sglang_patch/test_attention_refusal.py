@@ -1,4 +1,4 @@
-"""An attention whose bits change between prefill and decode is refused, by the engine and the op."""
+"""An attention whose bits change between prefill and decode is refused, by engine and op."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def test_the_engine_takes_fa3_on_hopper_for_heads_of_128_alone(
     check_attention(runner(64, "triton"))
     with pytest.raises(ValueError, match="head_dim=64; FA3's decode .* use the path triton"):
         check_attention(runner(64, "fa3"))
-    with pytest.raises(ValueError, match="attention_backend='flashinfer' on cuda: .* fa3 or triton"):
+    with pytest.raises(
+        ValueError, match="attention_backend='flashinfer' on cuda: .* fa3 or triton"
+    ):
         check_attention(runner(128, "flashinfer"))
     with pytest.raises(ValueError, match="attention_backend='torch_native' on cuda"):
         check_attention(runner(128, "torch_native"))

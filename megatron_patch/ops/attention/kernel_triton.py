@@ -1,15 +1,16 @@
 """Causal attention in Triton: one order for prefill, chunked prefill, cached prefixes and decode.
 
-`blocks.py` has the order. Rows of a tile are (query, head of the key head's group) pairs, so a decode
-step fills a 16-row tile with one token's heads and a prefill packs several tokens into a taller one;
-a row's bits do not depend on the tile. Keys come packed, or through a table of cache slots (pages of
-one key). Nothing is read back from the device, so a launch can be captured in a CUDA graph.
+`blocks.py` has the order. Rows of a tile are (query, head of the key head's group) pairs, so a
+decode step fills a 16-row tile with one token's heads and a prefill packs several tokens into a
+taller one; a row's bits do not depend on the tile. Keys come packed, or through a table of cache
+slots (pages of one key). Nothing is read back from the device, so a launch can be captured in a
+CUDA graph.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -103,7 +104,7 @@ def attention_kernel(
         largest, _, values = no_keys(ROWS, COLUMNS)
         total = tl.zeros((ROWS,), tl.float32)
         chunk_largest, chunk_total, chunk_values = no_keys(ROWS, COLUMNS)
-        for block in range(0, whole):
+        for block in range(whole):
             chunk_largest, chunk_total, chunk_values = visit_block(
                 q, chunk_largest, chunk_total, chunk_values, k_ptr, v_ptr, slot_ptr, key_start,
                 block, position, keys, log2_scale, key_token_stride, value_token_stride,
@@ -155,9 +156,7 @@ def chunk_kernel(
     """
     kv_head = tl.program_id(1).to(tl.int64)
     sequence = tl.program_id(2)
-    _, _, key_start, keys = _extent(
-        sequence, None, key_starts_ptr, key_lengths_ptr, PAGED, True
-    )
+    _, _, key_start, keys = _extent(sequence, None, key_starts_ptr, key_lengths_ptr, PAGED, True)
     blocks = (keys + BLOCK - 1) // BLOCK
     chunks = (blocks + CHUNK - 1) // CHUNK
     if tl.program_id(0) < chunks:
@@ -184,9 +183,7 @@ def chunk_kernel(
                 )  # fmt: skip
             heads = tl.num_programs(1) * GROUP
             place = (sequence.to(tl.int64) * heads + head) * chunk_bound + chunk
-            tl.store(
-                parts_ptr + place[:, None] * HEAD_DIM + column[None, :], values, mask=inside
-            )
+            tl.store(parts_ptr + place[:, None] * HEAD_DIM + column[None, :], values, mask=inside)
             tl.store(sums_ptr + place * 2, largest, mask=row < GROUP)
             tl.store(sums_ptr + place * 2 + 1, tl.max(total, axis=1), mask=row < GROUP)
 
@@ -255,13 +252,14 @@ def _processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+# Rows ascending; a launch takes the first that holds its rows, or the last. Wider heads than 128
+# leave no room for the last.
+TILES: Final = (AttentionTile(16, 4, 3), AttentionTile(64, 4, 2), AttentionTile(128, 8, 3))
+
+
 def _prefill_tile(rows: int, head_dim: int) -> AttentionTile:
-    """Measured on an H200; every choice has the same bits."""
-    if rows <= 16:
-        return AttentionTile(16, 4, 3)
-    if rows <= 64 or head_dim > 128:
-        return AttentionTile(64, 4, 2)
-    return AttentionTile(128, 8, 3)
+    tiles = TILES[:-1] if head_dim > 128 else TILES
+    return next((tile for tile in tiles if rows <= tile.rows), tiles[-1])
 
 
 def launch_keys(
@@ -308,7 +306,7 @@ def launch_keys(
     if programs is None:
         programs = _share(sequences * kv_heads, chunks, query) if one_query else 1
     if one_query and programs > 1:
-        tile = tile or AttentionTile(max(16, triton.next_power_of_2(group)), 4, 3)
+        tile = tile or replace(TILES[0], rows=max(16, triton.next_power_of_2(group)))
         parts = query.new_empty((sequences, heads, chunks, head_dim), dtype=torch.float32)
         sums = query.new_empty((sequences, heads, chunks, 2), dtype=torch.float32)
         chunk_kernel[(programs, kv_heads, sequences)](

@@ -4,8 +4,8 @@ Keys are numbered from the first of their sequence. BLOCK_KEYS keys make a block
 blocks a chunk, both aligned at key 0. Inside a chunk a query's softmax is updated block by block
 (Milakov and Gimelshein, 2018, arXiv 1805.02867); chunks are independent of each other and are added
 in increasing order. So a chunk has the same bits whether one program walks all chunks of a query or
-each chunk has a program of its own. What a query does not see is an exact no-op: a weight of zero, a
-correction of one. A row's state is scaled by powers of two's exponential: log2(e) is in the scale.
+each chunk has a program of its own. What a query does not see is an exact no-op: a weight of zero,
+a correction of one. Exponentials are of base 2, log2(e) is in the scale.
 """
 
 from __future__ import annotations

@@ -122,7 +122,10 @@ def test_the_written_order() -> None:
             assert differing(out[token, head], row) == 0, (token, head)
             assert abs(float(lse[head, token]) - mine) < 1e-5
     one_chunk = torch.stack(
-        [written_order(query[t, 0], key[: t + 1, 0], value[: t + 1, 0], 16)[0] for t in range(250, 330)]
+        [
+            written_order(query[t, 0], key[: t + 1, 0], value[: t + 1, 0], 16)[0]
+            for t in range(250, 330)
+        ]
     )
     assert differing(one_chunk[:6], out[250:256, 0]) == 0
     assert differing(one_chunk[6:], out[256:, 0]) > 0, "these inputs must show where a chunk ends"

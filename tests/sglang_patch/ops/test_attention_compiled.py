@@ -1,4 +1,4 @@
-"""The attention kernels compiled for real GPUs, here without one: which instructions set their bits."""
+"""The attention kernels compiled for real GPUs, here without one: what sets their bits."""
 
 from __future__ import annotations
 
