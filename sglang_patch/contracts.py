@@ -94,7 +94,7 @@ def policy_for(server_args: Any) -> SGLangRuntimePolicy | None:
     sizes = (("tp_size", tensor_parallel_size, rule.max_tensor_parallel_size),) + (
         (("segments", segments, rule.max_segments),) if rule.order == "segments" else ()
     )
-    backend = getattr(server_args, "attention_backend", None)
+    backend = str(getattr(server_args, "attention_backend", None))
     violations = [
         f"{what}={value}: a power of two from 1 to {largest} is needed"
         for what, value, largest in sizes
@@ -113,7 +113,7 @@ def policy_for(server_args: Any) -> SGLangRuntimePolicy | None:
         contract=contract,
         segments=segments,
         tensor_parallel_size=tensor_parallel_size,
-        attention=ATTENTION_PATHS.get(backend, str(backend)),
+        attention=ATTENTION_PATHS.get(backend, backend),
         fault=None if fault_text is None else parse_fault(fault_text),
     )
 

@@ -16,8 +16,9 @@ class TrainerRankConfig:
     `contract` is a registry name, or `off`: megatron's own layers and a plain log-softmax, the
     control that must not come out exact. `segments` and `rollout_tensor_parallel_size` are the
     rollout's, and so is `attention`: `fa3` or `triton` on a GPU. `micro_batch_size` is in
-    sequences. `fault` is `LAYER:OP[:RANK[:TOKEN]]`. `megatron` holds further TransformerConfig fields (dtypes and activation as strings) and `model`
-    GPTModel arguments, as the plan rendered them; one that contradicts the others is an error.
+    sequences. `fault` is `LAYER:OP[:RANK[:TOKEN]]`. `megatron` holds further TransformerConfig
+    fields (dtypes and activation as strings) and `model` GPTModel arguments, as the plan rendered
+    them; one that contradicts the others is an error.
     """
 
     rank: int = 0

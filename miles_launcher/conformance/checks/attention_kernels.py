@@ -20,7 +20,8 @@ def kernel_table(ctx: Context) -> str:
     table = ctx.subject.table("attention")
     if table is None or not table.entries:
         raise NotShown("the subject brings no kernel table")
-    notes, missing, first = [], [], {}
+    notes, missing = [], []
+    first: dict[str, Any] = {}
     for entry in table.entries:
         covered = [d for d in ctx.setting.head_dims if entry.head_dims in (None, (d,))]
         if not covered:
