@@ -31,6 +31,7 @@ class Benchmark:
 BENCHMARKS: Final = (
     Benchmark(name="row_linear", ops=("row_linear_v2",), compiles=True),
     Benchmark(name="linear", ops=("linear",), compiles=True),
+    Benchmark(name="attention", ops=("attention",), compiles=True),
 )
 
 

@@ -78,15 +78,21 @@ def deterministic_algorithms() -> Iterator[None]:
         torch.set_deterministic_debug_mode(mode)
 
 
-def _flash_backward(
-    ctx: Any, out_gradient: torch.Tensor
+def flash_backward(
+    out_gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    starts: torch.Tensor,
+    longest: int,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    query, key, value, out, lse = ctx.saved_tensors
-    starts = list(accumulate(ctx.lengths, initial=0))
-    offsets = torch.tensor(starts, dtype=torch.int32, device=query.device)
+    """Gradients of query, key and value on a GPU, the same bits on every call; shapes as in
+    `launch_attention`. starts: [sequences + 1] int32; longest: the most tokens of a sequence."""
     # No dropout, so the philox state is never read; the operator still wants two tensors.
     no_rng = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    longest = max(ctx.lengths)
     with deterministic_algorithms():
         dquery, dkey, dvalue, *_ = torch.ops.aten._flash_attention_backward(
             out_gradient.contiguous(),
@@ -95,15 +101,15 @@ def _flash_backward(
             value,
             out,
             lse,
-            offsets,
-            offsets,
+            starts,
+            starts,
             longest,
             longest,
             0.0,
             True,
             no_rng,
             no_rng.new_empty(0),
-            scale=ctx.scale,
+            scale=scale,
         )
     return dquery, dkey, dvalue
 
@@ -140,7 +146,11 @@ class _Attention(torch.autograd.Function):
                 query, key, value, out, out_gradient, ctx.lengths, ctx.scale
             )
         else:
-            gradients = _flash_backward(ctx, out_gradient)
+            starts = list(accumulate(ctx.lengths, initial=0))
+            offsets = torch.tensor(starts, dtype=torch.int32, device=out_gradient.device)
+            gradients = flash_backward(
+                out_gradient, *ctx.saved_tensors, offsets, max(ctx.lengths), ctx.scale
+            )
         return (*gradients, None, None, None)
 
 

@@ -213,9 +213,7 @@ def test_flash_backward_is_asked_for_its_deterministic_form(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """PyTorch's operator reads the mode; with warn_only it warns and adds dq with atomics."""
-    from types import SimpleNamespace
-
-    from megatron_patch.autograd.attention import _flash_backward
+    from megatron_patch.autograd.attention import flash_backward
 
     seen: list[tuple[bool, bool]] = []
 
@@ -230,18 +228,18 @@ def test_flash_backward_is_asked_for_its_deterministic_form(
         return inputs[:3]
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", operator)
-    tensors = tuple(draw(3, 2, 4, dtype=torch.bfloat16, seed=n) for n in range(5))
-    ctx = SimpleNamespace(saved_tensors=tensors, lengths=[1, 2], scale=0.5)
+    tensors = tuple(draw(3, 2, 4, dtype=torch.bfloat16, seed=n) for n in range(6))
+    rest = (torch.tensor([0, 1, 3], dtype=torch.int32), 2, 0.5)
     before = torch.get_deterministic_debug_mode()
     try:
         for mode in ("default", "warn", "error", "warn"):
             torch.set_deterministic_debug_mode(mode)
             entered = torch.get_deterministic_debug_mode()
             if len(seen) < 3:
-                assert _flash_backward(ctx, tensors[0]) == tensors[:3]
+                assert flash_backward(*tensors, *rest) == tensors[1:4]
             else:
                 with pytest.raises(RuntimeError, match="out of memory"):
-                    _flash_backward(ctx, tensors[0])
+                    flash_backward(*tensors, *rest)
             assert torch.get_deterministic_debug_mode() == entered
     finally:
         torch.set_deterministic_debug_mode(before)
