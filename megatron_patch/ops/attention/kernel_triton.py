@@ -248,18 +248,35 @@ class PagedKeys:
 
 
 @functools.cache
-def _processors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _gpu(device: int | None) -> tuple[int, int]:
+    """(processors, bytes of shared memory that a program may take) of a GPU; of an H200 where
+    there is none, in Triton's interpreter."""
+    if device is None:
+        return 132, 232448
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin
 
 
-# Rows ascending; a launch takes the first that holds its rows, or the last. Wider heads than 128
-# leave no room for the last.
-TILES: Final = (AttentionTile(16, 4, 3), AttentionTile(64, 4, 2), AttentionTile(128, 8, 3))
+# Rows ascending; measured on an H200. The last is for heads of 65 to 128 columns alone.
+TILES: Final = (AttentionTile(16, 2, 3), AttentionTile(64, 4, 2), AttentionTile(128, 8, 3))
+_OTHER_SHARED: Final = 4096
 
 
-def _prefill_tile(rows: int, head_dim: int) -> AttentionTile:
-    tiles = TILES[:-1] if head_dim > 128 else TILES
-    return next((tile for tile in tiles if rows <= tile.rows), tiles[-1])
+def choose_tile(rows: int, columns: int, shared_bytes: int) -> AttentionTile:
+    """The first tile that holds the rows, or the last; with fewer stages, or a lower one, where a
+    processor's shared memory does not hold it. `ValueError` where none fits."""
+    tiles = [tile for tile in TILES if tile.rows <= 64 or 64 < columns <= 128]
+    wanted = next((i for i, tile in enumerate(tiles) if rows <= tile.rows), len(tiles) - 1)
+    for tile in reversed(tiles[: wanted + 1]):
+        for stages in range(tile.stages, 0, -1):
+            used = 2 * columns * (tile.rows + 2 * stages * BLOCK_KEYS) + _OTHER_SHARED
+            # Without a stage ahead a lower tile is better, where there is one.
+            if used <= shared_bytes and (stages > 1 or tile is tiles[0]):
+                return replace(tile, stages=stages)
+    raise ValueError(
+        f"attention: {columns} columns of head_dim need {used} bytes of shared memory, this GPU's "
+        f"processors have {shared_bytes}"
+    )
 
 
 def launch_keys(
@@ -302,11 +319,13 @@ def launch_keys(
     table_stride = 0 if table is None else table.stride(0)
     shape = {"HEAD_DIM": head_dim, "COLUMNS": columns, "BLOCK": BLOCK_KEYS, "CHUNK": CHUNK_BLOCKS}
     one_query = query_starts is None
+    processors, shared_bytes = _gpu(query.device.index if query.is_cuda else None)
     chunks = triton.cdiv(longest_key, BLOCK_KEYS * CHUNK_BLOCKS)
     if programs is None:
-        programs = _share(sequences * kv_heads, chunks, query) if one_query else 1
+        programs = _share(sequences * kv_heads, chunks, processors) if one_query else 1
     if one_query and programs > 1:
-        tile = tile or replace(TILES[0], rows=max(16, triton.next_power_of_2(group)))
+        tile = tile or choose_tile(1, columns, shared_bytes)
+        tile = replace(tile, rows=max(16, triton.next_power_of_2(group)))
         parts = query.new_empty((sequences, heads, chunks, head_dim), dtype=torch.float32)
         sums = query.new_empty((sequences, heads, chunks, 2), dtype=torch.float32)
         chunk_kernel[(programs, kv_heads, sequences)](
@@ -322,7 +341,7 @@ def launch_keys(
         )  # fmt: skip
         return out, lse
     rows = longest_query * group
-    tile = tile or _prefill_tile(rows, head_dim)
+    tile = tile or choose_tile(rows, columns, shared_bytes)
     attention_kernel[(triton.cdiv(rows, tile.rows), kv_heads, sequences)](
         query, key, value, out, lse,
         query_starts, key_starts, lengths, table, requests, table_stride, tokens, scale * _LOG2E,
@@ -333,8 +352,7 @@ def launch_keys(
     return out, lse
 
 
-def _share(work: int, chunks: int, query: torch.Tensor) -> int:
+def _share(work: int, chunks: int, processors: int) -> int:
     """Programs that share the chunks of one sequence and key head in a decode step: enough to
     fill the GPU; one, which needs no second launch, where the batch fills it."""
-    processors = _processors(query.device.index) if query.is_cuda else 1
-    return 1 if work >= processors else min(chunks, triton.cdiv(2 * processors, work))
+    return 1 if work >= 2 * processors else min(chunks, triton.cdiv(4 * processors, work))
