@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -146,10 +145,11 @@ class _Attention(torch.autograd.Function):
                 query, key, value, out, out_gradient, ctx.lengths, ctx.scale
             )
         else:
-            starts = list(accumulate(ctx.lengths, initial=0))
-            offsets = torch.tensor(starts, dtype=torch.int32, device=out_gradient.device)
+            from ..ops.attention.kernel import sequence_starts
+
+            starts = sequence_starts(ctx.lengths, out_gradient.device)
             gradients = flash_backward(
-                out_gradient, *ctx.saved_tensors, offsets, max(ctx.lengths), ctx.scale
+                out_gradient, *ctx.saved_tensors, starts, max(ctx.lengths), ctx.scale
             )
         return (*gradients, None, None, None)
 

@@ -21,7 +21,7 @@ def _cumulative(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device)
 
 
-def _starts(lengths: list[int], device: torch.device) -> torch.Tensor:
+def sequence_starts(lengths: list[int], device: torch.device) -> torch.Tensor:
     """Cumulative sequence starts, [sequences + 1] int32; made once for the layers of a pass."""
     return _cumulative(tuple(lengths), device)
 
@@ -41,9 +41,9 @@ def launch_triton(
         query,
         key,
         value,
-        PackedKeys(_starts(key_lengths, query.device)),
+        PackedKeys(sequence_starts(key_lengths, query.device)),
         scale=scale,
-        query_starts=None if one_query else _starts(query_lengths, query.device),
+        query_starts=None if one_query else sequence_starts(query_lengths, query.device),
         longest_query=max(query_lengths, default=1),
         longest_key=max(key_lengths, default=1),
     )
@@ -54,7 +54,7 @@ def launch_triton(
 def _page_table(key_lengths: list[int], device: torch.device) -> torch.Tensor:
     """[sequences, longest] int32: the number of each key among all keys; past the end of a
     sequence any number that exists."""
-    starts = _starts(key_lengths, device)[:-1]
+    starts = sequence_starts(key_lengths, device)[:-1]
     table = starts[:, None] + torch.arange(max(key_lengths), device=device, dtype=torch.int32)
     return table.clamp_max(sum(key_lengths) - 1).to(torch.int32)
 
@@ -87,7 +87,7 @@ def launch_flash3(
             value.contiguous().unsqueeze(1),
             cache_seqlens=torch.tensor(key_lengths, dtype=torch.int32, device=query.device),
             page_table=_page_table(key_lengths, query.device),
-            cu_seqlens_q=_starts(query_lengths, query.device),
+            cu_seqlens_q=sequence_starts(query_lengths, query.device),
             max_seqlen_q=max(query_lengths),
             softmax_scale=scale,
             causal=True,
@@ -99,8 +99,8 @@ def launch_flash3(
         query.contiguous(),
         key.contiguous(),
         value.contiguous(),
-        cu_seqlens_q=_starts(query_lengths, query.device),
-        cu_seqlens_k=_starts(key_lengths, query.device),
+        cu_seqlens_q=sequence_starts(query_lengths, query.device),
+        cu_seqlens_k=sequence_starts(key_lengths, query.device),
         max_seqlen_q=max(query_lengths),
         max_seqlen_k=max(key_lengths),
         softmax_scale=scale,

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import torch
 import triton
 import triton.language as tl
 
 from ..elementary_kernel import UNFUSED
+from ..launch import launch
 from .blocks import BLOCK_KEYS, CHUNK_BLOCKS, add_chunk, finish, no_keys, visit_block
 
 _LOG2E: Final = 1.4426950408889634
@@ -328,28 +329,41 @@ def launch_keys(
         tile = replace(tile, rows=max(16, triton.next_power_of_2(group)))
         parts = query.new_empty((sequences, heads, chunks, head_dim), dtype=torch.float32)
         sums = query.new_empty((sequences, heads, chunks, 2), dtype=torch.float32)
-        chunk_kernel[(programs, kv_heads, sequences)](
-            query, key, value, parts, sums,
-            key_starts, lengths, table, requests, table_stride, chunks, scale * _LOG2E,
-            *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
-            GROUP=group, ROWS=tile.rows, PAGED=paged, **shape,
-            num_warps=tile.warps, num_stages=tile.stages, **UNFUSED,
+        launch(
+            chunk_kernel,
+            (programs, kv_heads, sequences),
+            (
+                query, key, value, parts, sums,
+                key_starts, lengths, table, requests, table_stride, chunks, scale * _LOG2E,
+                *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
+            ),
+            {"GROUP": group, "ROWS": tile.rows, "PAGED": paged, **shape, **_options(tile)},
         )  # fmt: skip
-        combine_kernel[(heads, sequences)](
-            parts, sums, out, lse, key_starts, lengths, chunks, *out.stride()[:2],
-            PAGED=paged, WITH_LSE=with_lse, **shape, num_warps=1, **UNFUSED,
-        )  # fmt: skip
+        launch(
+            combine_kernel,
+            (heads, sequences),
+            (parts, sums, out, lse, key_starts, lengths, chunks, *out.stride()[:2]),
+            {"PAGED": paged, "WITH_LSE": with_lse, **shape, "num_warps": 1, **UNFUSED},
+        )
         return out, lse
     rows = longest_query * group
     tile = tile or choose_tile(rows, columns, shared_bytes)
-    attention_kernel[(triton.cdiv(rows, tile.rows), kv_heads, sequences)](
-        query, key, value, out, lse,
-        query_starts, key_starts, lengths, table, requests, table_stride, tokens, scale * _LOG2E,
-        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *out.stride()[:2],
-        GROUP=group, ROWS=tile.rows, PAGED=paged, ONE_QUERY=one_query, WITH_LSE=with_lse, **shape,
-        num_warps=tile.warps, num_stages=tile.stages, **UNFUSED,
+    launch(
+        attention_kernel,
+        (triton.cdiv(rows, tile.rows), kv_heads, sequences),
+        (
+            query, key, value, out, lse, query_starts, key_starts, lengths, table, requests,
+            table_stride, tokens, scale * _LOG2E,
+            *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *out.stride()[:2],
+        ),
+        {"GROUP": group, "ROWS": tile.rows, "PAGED": paged, "ONE_QUERY": one_query}
+        | {"WITH_LSE": with_lse, **shape, **_options(tile)},
     )  # fmt: skip
     return out, lse
+
+
+def _options(tile: AttentionTile) -> dict[str, Any]:
+    return {"num_warps": tile.warps, "num_stages": tile.stages, **UNFUSED}
 
 
 def _share(work: int, chunks: int, processors: int) -> int:

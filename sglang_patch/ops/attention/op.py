@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..formats import NAMESPACE, require
+from ..formats import NAMESPACE, eager_on_gpu, require
 from . import reference
 
 # FA3's decode has the bits of its prefill for heads of this width alone (docs/parity.md).
@@ -123,4 +123,8 @@ def attention(
         f"value {tuple(value.shape)}",
     )
     require(scale > 0, f"attention: scale={scale} must be positive")
+    if eager_on_gpu(query):
+        from .kernel import launch_attention
+
+        return launch_attention(query, key, value, query_lengths, key_lengths, scale, path)[0]
     return _attention(query, key, value, query_lengths, key_lengths, scale, path)
