@@ -147,9 +147,17 @@ class _Attention(torch.autograd.Function):
         else:
             from ..ops.attention.kernel import sequence_starts
 
-            starts = sequence_starts(ctx.lengths, out_gradient.device)
+            query, key, value, out, lse = ctx.saved_tensors
             gradients = flash_backward(
-                out_gradient, *ctx.saved_tensors, starts, max(ctx.lengths), ctx.scale
+                out_gradient,
+                query,
+                key,
+                value,
+                out,
+                lse,
+                sequence_starts(ctx.lengths, query.device),
+                max(ctx.lengths),
+                ctx.scale,
             )
         return (*gradients, None, None, None)
 

@@ -254,8 +254,8 @@ def _gpu(device: int | None) -> tuple[int, int]:
     there is none, in Triton's interpreter."""
     if device is None:
         return 132, 232448
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.shared_memory_per_block_optin
+    properties = triton.runtime.driver.active.utils.get_device_properties(device)
+    return properties["multiprocessor_count"], properties["max_shared_mem"]
 
 
 # Rows ascending; measured on an H200. The last is for heads of 65 to 128 columns alone.

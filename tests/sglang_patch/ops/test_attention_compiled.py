@@ -63,3 +63,22 @@ def test_a_launch_specialised_on_ones_compiles() -> None:
     constants = {"ROWS": 16, "ONE_QUERY": True, "WITH_LSE": False, "GROUP": 1, "HEAD_DIM": 16}
     constants |= {"COLUMNS": 16, "query_starts_ptr": None, "lse_ptr": None, **PAGED}
     assert ptx("attention_kernel", {**constants, **ones})
+
+
+@pytest.mark.parametrize("shared", [101376, 166912, 232448])
+@pytest.mark.parametrize("columns", [16, 64, 128, 256])
+def test_a_tile_fits_the_gpu(columns: int, shared: int) -> None:
+    """RTX 3090 and 4090, A100, H200."""
+    for rows in (1, 16, 17, 64, 65, 8192):
+        tile = kernel_triton.choose_tile(rows, columns, shared)
+        assert 2 * columns * (tile.rows + 2 * tile.stages * BLOCK_KEYS) <= shared
+        assert tile.stages >= 2 or columns == 256
+    tallest = kernel_triton.choose_tile(8192, columns, shared).rows
+    assert tallest == {(128, 166912): 128, (128, 232448): 128, (256, 101376): 16}.get(
+        (columns, shared), 64
+    )
+
+
+def test_a_gpu_without_room_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ValueError, match="256 columns of head_dim need .* processors have 65536"):
+        kernel_triton.choose_tile(64, 256, 65536)
