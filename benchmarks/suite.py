@@ -33,6 +33,7 @@ BENCHMARKS: Final = (
     Benchmark(name="row_linear_v1", ops=("row_linear_v1",), compiles=True),
     Benchmark(name="linear", ops=("linear",), compiles=True),
     Benchmark(name="collectives", ops=("tree_all_reduce",), gpus=2),
+    Benchmark(name="attention", ops=("attention",), compiles=True),
 )
 
 

@@ -160,6 +160,20 @@ def collectives(document: Document) -> str:
     return grid(["rows", *forms, "over NCCL bf16", "over NCCL fp32"], lines, text_columns=0)
 
 
+def attention(document: Document) -> str:
+    """A line for each phase and batch: over PyTorch's FlashAttention, and over FA3 where it ran."""
+    lines = []
+    for row in document["rows"]:
+        beside = f"{row['over_fa3']:.2f}" if "over_fa3" in row else ""
+        batch = f"{row['sequences']} x {row['keys']}"
+        lines.append(
+            [row["kind"], str(row["head_dim"]), batch, ratio(row), beside]
+            + [str(row.get(key, "")) for key in ("ours_us", "floor_us")]
+        )
+    header = ["", "head_dim", "sequences x keys", "over PyTorch", "over FA3", "us", "floor, us"]
+    return grid(header, lines)
+
+
 TABLES: Final[Mapping[str, Callable[[Document], str]]] = {
     "row_linear": row_linear,
     "segments": segments,
@@ -168,6 +182,7 @@ TABLES: Final[Mapping[str, Callable[[Document], str]]] = {
     "row_linear_v1": row_linear_v1,
     "published": published,
     "collectives": collectives,
+    "attention": attention,
 }
 
 

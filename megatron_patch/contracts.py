@@ -30,7 +30,8 @@ class MegatronRuntimePolicy:
 
     `o_proj` and `down_proj` say how each row-parallel sum is associated, as the *rollout* at
     `rollout_tensor_parallel_size` performs it; `vocabulary` holds the segments of the log-softmax;
-    `padded_vocab_size` is the number of rows of the trainer's embedding and head tables.
+    `padded_vocab_size` is the number of rows of the trainer's embedding and head tables;
+    `attention` is the path of the attention, the rollout's: `fa3`, `triton` or `reference`.
     """
 
     contract: TrueOnPolicyContract
@@ -41,6 +42,7 @@ class MegatronRuntimePolicy:
     padded_vocab_size: int
     o_proj: RowReduction
     down_proj: RowReduction
+    attention: str
 
     @property
     def logits_dtype(self) -> str:
@@ -64,12 +66,14 @@ def policy_for(
     vocab_size: int,
     attention_width: int,
     intermediate_size: int,
+    attention: str = "reference",
 ) -> MegatronRuntimePolicy:
     """Bind a contract to this trainer.
 
     attention_width: `num_attention_heads * head_dim`, the global K of o_proj; intermediate_size:
-    the global K of down_proj. Raises `ValueError` naming the layer and the numbers where the
-    contract cannot cut a sum for the rollout, or where this trainer's shard would cut a leaf.
+    the global K of down_proj; attention: the rollout's path. Raises `ValueError` naming the layer
+    and the numbers where the contract cannot cut a sum for the rollout, or where this trainer's
+    shard would cut a leaf.
     """
     reductions = {}
     for layer, k_global in (("o_proj", attention_width), ("down_proj", intermediate_size)):
@@ -93,6 +97,7 @@ def policy_for(
         padded_vocab_size=padded_vocabulary(contract_name, vocab_size),
         o_proj=reductions["o_proj"],
         down_proj=reductions["down_proj"],
+        attention=attention,
     )
 
 
@@ -111,6 +116,7 @@ def fingerprint(
         schema_digest=source_digest(_PACKAGE / "schema"),
         ops_digest=source_digest(_PACKAGE / "ops"),
         rope_digest=table_digest(rope_table),
+        attention=policy.attention,
         device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
         versions=tuple((name, importlib.metadata.version(name)) for name in ("torch", "triton")),
     )

@@ -26,7 +26,10 @@ CONTRACT_OFF = "off"
 
 # With 64-wide heads the 300th token came out otherwise in decode (H200, `miles conform`).
 _FLASH3_HEAD_DIM = 128
-ATTENTION_BACKENDS: Mapping[str, str] = MappingProxyType({"cuda": "fa3", "cpu": "reference"})
+# The path of the attention on both sides -> the engine's backend of that name.
+ATTENTION_BACKENDS: Mapping[str, str] = MappingProxyType(
+    {"fa3": "fa3", "triton": "triton", "reference": "torch_native"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,14 +88,36 @@ def check_family(contract: str, profile: ModelProfile) -> None:
         )
 
 
-def check_gpu_attention(profile: ModelProfile) -> None:
-    """Raise `ValueError` where FA3 gives a decoded token other bits than a prefill gives it."""
-    if profile.head_dim != _FLASH3_HEAD_DIM:
+def attention_path(
+    asked: str, profile: ModelProfile, device: Device, capability: str | None
+) -> str:
+    """The attention of both sides: `reference` on a CPU; on a GPU `fa3` or `triton`.
+
+    asked: `auto` takes FA3 on Hopper for heads of 128, else the Triton path; capability: of this
+    host's GPU, such as `9.0`, or None where it is not seen, which counts as Hopper until the engine
+    looks. Raises `ValueError` where the asked one cannot keep its promise.
+    """
+    if device == "cpu":
+        if asked != "auto":
+            raise ValueError(
+                f"attention={asked} with --device cpu: a CPU runs the reference; drop it"
+            )
+        return "reference"
+    hopper = capability is None or capability.startswith("9.")
+    wide = profile.head_dim == _FLASH3_HEAD_DIM
+    if asked == "fa3" and not wide:
         raise ValueError(
-            f"{profile.name} has head_dim={profile.head_dim}: on a GPU, FA3's decode has the bits "
-            f"of its prefill for head_dim={_FLASH3_HEAD_DIM} alone; use another model, or "
-            "--device cpu"
+            f"attention=fa3 with {profile.name}, head_dim={profile.head_dim}: FA3's decode has the "
+            f"bits of its prefill for head_dim={_FLASH3_HEAD_DIM} alone; use attention=triton"
         )
+    if asked == "fa3" and not hopper:
+        raise ValueError(
+            f"attention=fa3 on a GPU of capability {capability}: it was shown on Hopper (9.x) "
+            "alone; use attention=triton"
+        )
+    if asked != "auto":
+        return asked
+    return "fa3" if hopper and wide else "triton"
 
 
 def resolve_segments(contract: str, layout: Layout, segments: int | None) -> int:
@@ -113,9 +138,10 @@ def resolve_segments(contract: str, layout: Layout, segments: int | None) -> int
 
 
 def kernel_policy(
-    contract: str, profile: ModelProfile, layout: Layout, segments: int, device: Device
+    contract: str, profile: ModelProfile, layout: Layout, segments: int, attention: str
 ) -> KernelPolicy:
-    """The policy of a layout that `layout.validate` accepted; `ValueError` from schema if not."""
+    """The policy of a layout that `layout.validate` accepted; `ValueError` from schema if not.
+    attention: from `attention_path`."""
     name = effective_contract(contract)
     rows = []
     for layer, k_global in profile.row_parallel_layers:
@@ -137,7 +163,7 @@ def kernel_policy(
         contract_digest=get_contract(name).digest(),
         patched=contract != CONTRACT_OFF,
         segments=segments,
-        attention_backend=ATTENTION_BACKENDS[device],
+        attention_backend=attention,
         row_linears=tuple(rows),
         vocabulary=VocabularyPolicy(
             order=get_contract(name).logprob.order,

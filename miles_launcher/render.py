@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from .faults import FaultPlan
 from .layout import Layout
-from .policy import Device, KernelPolicy
+from .policy import ATTENTION_BACKENDS, Device, KernelPolicy
 from .profiles import ModelProfile
 from .settings import Settings
 
@@ -135,16 +135,20 @@ def _device(inputs: RenderInputs) -> Switch:
 
 
 def _attention(inputs: RenderInputs) -> Switch:
-    backend = {"cuda": "fa3", "cpu": "torch_native"}[inputs.device]
+    path = inputs.policy.attention_backend
     return Switch(
-        setting="--device",
-        reason=f"attention on both sides: {inputs.policy.attention_backend}; sampling in PyTorch",
+        setting="--device, attention",
+        reason=f"attention on both sides: {path}; sampling in PyTorch",
         engine={
-            "attention_backend": backend,
+            "attention_backend": ATTENTION_BACKENDS[path],
             "sampling_backend": "pytorch",
             "grammar_backend": "none",
         },
         config={"attention_softmax_in_fp32": True, "apply_query_key_layer_scaling": False},
+        # Ours splits by its own rule; the engine would reserve results for splits of 256 keys.
+        rollout_env={"SGLANG_TRITON_DECODE_SPLIT_TILE_SIZE": str(1 << 20)}
+        if path == "triton" and inputs.policy.patched
+        else {},
         readback=("attention_backend", "sampling_backend"),
     )
 

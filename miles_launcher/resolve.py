@@ -14,7 +14,7 @@ from .byte_tokenizer import NUM_TOKENS
 from .checkpoint import check_weights, has_tokenizer
 from .conf import compose_settings
 from .conformance.requirement import CertificatePlan, require
-from .devices import cpu_ids, resolve_device, visible_gpus
+from .devices import cpu_ids, host_facts, resolve_device, visible_gpus
 from .faults import FaultPlan, parse_fault
 from .layout import Layout, validate
 from .plan import (
@@ -30,8 +30,8 @@ from .plan import (
 from .policy import (
     CONTRACT_OFF,
     Device,
+    attention_path,
     check_family,
-    check_gpu_attention,
     effective_contract,
     kernel_policy,
     resolve_segments,
@@ -90,9 +90,11 @@ def resolve(args: LaunchArgs, environ: Mapping[str, str] = os.environ) -> Launch
         num_gpus=num_gpus,
         colocate=settings.cluster.colocate,
     )
-    if device == "cuda" and contract != CONTRACT_OFF:
-        check_gpu_attention(profile)
-    policy = kernel_policy(contract, profile, layout, segments, device)
+    # A cluster's GPUs are seen once its ranks are up.
+    seen = device == "cuda" and not environ.get("RAY_ADDRESS")
+    capability = host_facts()["capability"] if seen else None
+    attention = attention_path(settings.attention, profile, device, capability)
+    policy = kernel_policy(contract, profile, layout, segments, attention)
     fault = _fault(args.inject_fault, profile, contract, layout)
     paths = _paths(args, settings, profile, environ)
     _check_inputs(settings, profile, paths)

@@ -14,6 +14,7 @@ from .layout import Layout
 LOGPROB_SOURCES = ("decode",)
 RECOMPUTE = ("none", "full")
 DEVICES = ("auto", "cpu", "cuda")
+ATTENTION = ("auto", "fa3", "triton")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,12 +116,17 @@ class ClusterSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """All of them; the root of `conf/config.yaml`."""
+    """All of them; the root of `conf/config.yaml`.
+
+    `attention` is that of both sides on a GPU; `auto` takes FA3 on Hopper for heads of 128, else
+    the Triton path. The two have different bits.
+    """
 
     model: ModelSettings = field(default_factory=ModelSettings)
     layout: Layout = field(default_factory=Layout)
     contract: ContractSettings = field(default_factory=ContractSettings)
     device: str = "auto"
+    attention: str = "auto"
     run: RunSettings = field(default_factory=RunSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
@@ -212,6 +218,8 @@ def _range_problems(settings: Settings) -> list[str]:
         problems.append(f"cluster.num_gpus={cluster.num_gpus} must be 0 or more")
     if settings.device not in DEVICES:
         problems.append(f"device={settings.device!r}: choose from {', '.join(DEVICES)}")
+    if settings.attention not in ATTENTION:
+        problems.append(f"attention={settings.attention!r}: choose from {', '.join(ATTENTION)}")
     if train.micro_batch_size > 0 and run.samples_per_step % train.micro_batch_size:
         problems.append(
             f"train.micro_batch_size={train.micro_batch_size} does not divide the "

@@ -23,14 +23,20 @@ from .schema import (
 
 _PACKAGE = Path(__file__).resolve().parent
 
+# The engine's attention backend -> the path of ours. Which one a device may take is checked once
+# the model is there (`hooks/model.py`).
+ATTENTION_PATHS = {"fa3": "fa3", "triton": "triton", "torch_native": "reference"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SGLangRuntimePolicy:
-    """A contract bound to one engine: its tensor-parallel size, segments and injected fault."""
+    """A contract bound to one engine: its tensor-parallel size, segments, injected fault, and the
+    path of its attention (`fa3`, `triton` or `reference`)."""
 
     contract: TrueOnPolicyContract
     segments: int
     tensor_parallel_size: int
+    attention: str
     fault: Fault | None = None
 
     def row_reduction(self, k_global: int) -> RowReduction:
@@ -58,6 +64,7 @@ class SGLangRuntimePolicy:
             schema_digest=source_digest(_PACKAGE / "schema"),
             ops_digest=source_digest(_PACKAGE / "ops"),
             rope_digest=table_digest(rope_table(head_dim, max_position, rope_theta)),
+            attention=self.attention,
             device=device,
             versions=tuple(
                 (name, importlib.metadata.version(name)) for name in ("torch", "triton")
@@ -87,6 +94,7 @@ def policy_for(server_args: Any) -> SGLangRuntimePolicy | None:
     sizes = (("tp_size", tensor_parallel_size, rule.max_tensor_parallel_size),) + (
         (("segments", segments, rule.max_segments),) if rule.order == "segments" else ()
     )
+    backend = str(getattr(server_args, "attention_backend", None))
     violations = [
         f"{what}={value}: a power of two from 1 to {largest} is needed"
         for what, value, largest in sizes
@@ -105,6 +113,7 @@ def policy_for(server_args: Any) -> SGLangRuntimePolicy | None:
         contract=contract,
         segments=segments,
         tensor_parallel_size=tensor_parallel_size,
+        attention=ATTENTION_PATHS.get(backend, backend),
         fault=None if fault_text is None else parse_fault(fault_text),
     )
 

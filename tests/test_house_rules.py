@@ -118,6 +118,7 @@ ENGINE_FILES = {
     "ray": {"miles_launcher/runtime/"},
     "sglang_patch": {
         "miles_launcher/conformance/bf16_sums.py",
+        "miles_launcher/conformance/attention_entries.py",
         "miles_launcher/conformance/hopper.py",
         "miles_launcher/conformance/hopper_tiles.py",
         "miles_launcher/conformance/probe_kernels.py",

@@ -1,13 +1,14 @@
 """Causal attention over packed sequences.
 
-On a GPU the forward is FlashAttention 3 and the backward PyTorch's FlashAttention, fed with FA3's
-output and log-sum-exp; on a CPU the backward recomputes the probabilities (Dao et al., 2022, arXiv
-2205.14135, algorithm 4).
+On a GPU the forward is FlashAttention 3 or the Triton path, and the backward PyTorch's
+FlashAttention, fed with the forward's output and log-sum-exp; on a CPU the backward recomputes the
+probabilities (Dao et al., 2022, arXiv 2205.14135, algorithm 4).
 """
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,32 +62,54 @@ def reference_backward(
     return dquery, dkey, dvalue
 
 
-def _flash_backward(
-    ctx: Any, out_gradient: torch.Tensor
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """PyTorch's deterministic mode, without `warn_only`, for the operators inside.
+
+    FlashAttention's backward adds dq with atomics unless this mode is on; with `warn_only` it warns
+    once and still does (aten `_flash_attention_backward`, PyTorch 2.11).
+    """
+    mode = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+
+
+def flash_backward(
+    out_gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    starts: torch.Tensor,
+    longest: int,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    query, key, value, out, lse = ctx.saved_tensors
-    starts = list(accumulate(ctx.lengths, initial=0))
-    offsets = torch.tensor(starts, dtype=torch.int32, device=query.device)
+    """Gradients of query, key and value on a GPU, the same bits on every call; shapes as in
+    `launch_attention`. starts: [sequences + 1] int32; longest: the most tokens of a sequence."""
     # No dropout, so the philox state is never read; the operator still wants two tensors.
     no_rng = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    longest = max(ctx.lengths)
-    dquery, dkey, dvalue, *_ = torch.ops.aten._flash_attention_backward(
-        out_gradient.contiguous(),
-        query,
-        key,
-        value,
-        out,
-        lse,
-        offsets,
-        offsets,
-        longest,
-        longest,
-        0.0,
-        True,
-        no_rng,
-        no_rng.new_empty(0),
-        scale=ctx.scale,
-    )
+    with deterministic_algorithms():
+        dquery, dkey, dvalue, *_ = torch.ops.aten._flash_attention_backward(
+            out_gradient.contiguous(),
+            query,
+            key,
+            value,
+            out,
+            lse,
+            starts,
+            starts,
+            longest,
+            longest,
+            0.0,
+            True,
+            no_rng,
+            no_rng.new_empty(0),
+            scale=scale,
+        )
     return dquery, dkey, dvalue
 
 
@@ -99,17 +122,18 @@ class _Attention(torch.autograd.Function):
         value: torch.Tensor,
         lengths: list[int],
         scale: float,
+        path: str | None,
     ) -> torch.Tensor:
         op_calls["attention"] += 1
         ctx.lengths, ctx.scale = lengths, scale
         if query.device.type == "cpu":
-            out = ops.attention(query, key, value, query_lengths=lengths, scale=scale)
+            out = ops.attention(query, key, value, query_lengths=lengths, scale=scale, path=path)
             ctx.save_for_backward(query, key, value, out)
             return out
         from ..ops.attention.kernel import launch_attention
 
         # The op returns the output alone; its launcher also hands out the log-sum-exp.
-        out, lse = launch_attention(query, key, value, lengths, lengths, scale)
+        out, lse = launch_attention(query, key, value, lengths, lengths, scale, path)
         ctx.save_for_backward(query, key, value, out, lse)
         return out
 
@@ -121,13 +145,33 @@ class _Attention(torch.autograd.Function):
                 query, key, value, out, out_gradient, ctx.lengths, ctx.scale
             )
         else:
-            gradients = _flash_backward(ctx, out_gradient)
-        return (*gradients, None, None)
+            from ..ops.attention.kernel import sequence_starts
+
+            query, key, value, out, lse = ctx.saved_tensors
+            gradients = flash_backward(
+                out_gradient,
+                query,
+                key,
+                value,
+                out,
+                lse,
+                sequence_starts(ctx.lengths, query.device),
+                max(ctx.lengths),
+                ctx.scale,
+            )
+        return (*gradients, None, None, None)
 
 
 def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lengths: list[int], scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    lengths: list[int],
+    scale: float,
+    path: str | None = None,
 ) -> torch.Tensor:
     """`ops.attention` over whole sequences, with a gradient. query: [tokens, heads, head_dim];
-    key, value: [tokens, kv_heads, head_dim]; lengths: tokens per sequence, in packed order."""
-    return apply(_Attention, query, key, value, lengths, scale)
+    key, value: [tokens, kv_heads, head_dim]; lengths: tokens per sequence, in packed order; path:
+    as in `ops.attention`. The gradients have the same bits on every call."""
+    return apply(_Attention, query, key, value, lengths, scale, path)

@@ -17,7 +17,7 @@ from .rope import PolicyRope
 
 
 class PolicyCoreAttention(torch.nn.Module):
-    """Causal attention of packed sequences; the same op on both sides, one split."""
+    """Causal attention of packed sequences; the same path on both sides."""
 
     def __init__(
         self,
@@ -30,6 +30,7 @@ class PolicyCoreAttention(torch.nn.Module):
         super().__init__()
         self.layer_index = layer_number - 1
         self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        self.path = config.policy.attention
         self.ranks = RankGroup.of(pg_collection.cp)
 
     def forward(
@@ -41,7 +42,9 @@ class PolicyCoreAttention(torch.nn.Module):
         together, in their natural order and without padding, on a share of the heads each.
         """
         if self.ranks.size == 1:
-            return autograd.attention(query, key, value, lengths=batch.lengths, scale=self.scale)
+            return autograd.attention(
+                query, key, value, lengths=batch.lengths, scale=self.scale, path=self.path
+            )
         assert batch.natural is not None
         heads, size = query.shape[1], self.ranks.size
         if heads % size:
@@ -51,7 +54,7 @@ class PolicyCoreAttention(torch.nn.Module):
             )
         key, value = replicate_heads(key, self.ranks), replicate_heads(value, self.ranks)
         whole = [sequence_to_heads(x, batch.natural, self.ranks) for x in (query, key, value)]
-        out = autograd.attention(*whole, lengths=batch.lengths, scale=self.scale)
+        out = autograd.attention(*whole, lengths=batch.lengths, scale=self.scale, path=self.path)
         return heads_to_sequence(out, batch.natural, query.shape[0], self.ranks)
 
 

@@ -12,7 +12,8 @@ class Fingerprint:
     """The inputs of the numbers on one side. Two sides are comparable when all fields are equal.
 
     `schema_digest` and `ops_digest` are SHA-256 over the vendored files (hex), `rope_digest` over
-    the bytes of the fp32 cos/sin table, `device` is the GPU's name or `cpu`, `versions` the
+    the bytes of the fp32 cos/sin table, `attention` is the path of the attention (`fa3`, `triton`
+    or `reference`), `device` is the GPU's name or `cpu`, `versions` the
     libraries that compile or execute the shared ops.
     """
 
@@ -23,6 +24,7 @@ class Fingerprint:
     schema_digest: str
     ops_digest: str
     rope_digest: str
+    attention: str
     device: str
     versions: tuple[tuple[str, str], ...]
 

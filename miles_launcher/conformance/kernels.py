@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from . import probe_kernels
+from .attention_entries import attention_entries, run_attention
 from .checks.row_linear_cases import V1, V2
 from .subject import Fitted, Subject, Table, cpu_subject
 
@@ -44,16 +45,6 @@ def _run_row_linear(entry: Any, *arguments: Any) -> torch.Tensor:
     return out
 
 
-def _run_attention(entry: str, *arguments: Any) -> Any:
-    return getattr(kernel_module("attention"), f"launch_{entry}")(*arguments)
-
-
-def attention_entries() -> tuple[str, ...]:
-    """The attention kernels that this GPU may choose: `launch_<entry>`."""
-    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-    return ("triton", "flash3") if hopper else ("triton",)
-
-
 def kernel_subject(base: Subject | None = None) -> Subject:
     """The public ops, which run the kernels on a GPU's tensors; `base` in their place where
     something else makes them do so."""
@@ -67,7 +58,7 @@ def kernel_subject(base: Subject | None = None) -> Subject:
             ("linear", Table(entries=table_entries("linear"), run=_run_linear)),
             ("row_linear", Table(entries=table_entries("row_linear"), run=_run_row_linear)),
             ("rms_norm", Table(entries=table_entries("rms_norm"), run=_unforced)),
-            ("attention", Table(entries=attention_entries(), run=_run_attention)),
+            ("attention", Table(entries=attention_entries(), run=run_attention)),
         ),
         fitted=_fitted(),
     )

@@ -8,6 +8,13 @@ from typing import Any
 from .compare import Comparison
 
 _MAX_SHOWN = 4
+# The hooks behind which the contract's own attention runs, of the engine's backend in use.
+_ATTENTION_HOOKS = (
+    "attention_extend",
+    "attention_decode",
+    "attention_triton_extend",
+    "attention_triton_decode",
+)
 
 
 class GateClosed(Exception):
@@ -100,9 +107,7 @@ def check_hook_calls(
         counted = {name: calls.get(name, 0) for name in per_forward}
         if attention_ours:
             per_forward["attention kernel"] = layers
-            counted["attention kernel"] = calls.get("attention_extend", 0) + calls.get(
-                "attention_decode", 0
-            )
+            counted["attention kernel"] = sum(calls.get(name, 0) for name in _ATTENTION_HOOKS)
         different = [
             f"{name} {counted[name]} times, expected {forwards * times}"
             for name, times in per_forward.items()

@@ -81,12 +81,20 @@ def look_at(
             policy |= {"segments": plan.segments, **asdict(row)}
     return {
         "policy": policy,
-        **{side: _side(side, place, folder, plan.device, versions) for side in between},
+        **{
+            side: _side(side, place, folder, plan.device, plan.policy.attention_backend, versions)
+            for side in between
+        },
     }
 
 
 def _side(
-    side: str, place: Place, folder: str | None, device: str, versions: Mapping[str, str]
+    side: str,
+    place: Place,
+    folder: str | None,
+    device: str,
+    attention: str,
+    versions: Mapping[str, str],
 ) -> dict[str, str]:
     trainer = side == "trainer"
     package = "megatron_patch" if trainer else "sglang_patch"
@@ -99,7 +107,7 @@ def _side(
         kernel = f"what carries {place.tensor} into it"
     elif folder is None:
         kernel = "a row of the table"
-    elif place.op == "attention" and device == "cuda":
+    elif place.op == "attention" and attention == "fa3":
         kernel = "FA3 (sgl_kernel), one split"
     else:
         text = "reference.py (PyTorch)" if device == "cpu" else "kernel.py (Triton)"

@@ -163,7 +163,7 @@ class Loop:
             check_hook_calls(
                 self._session.rollout_readbacks(),
                 qk_layernorm=self._plan.model.qk_layernorm,
-                attention_ours=self._plan.device == "cpu",
+                attention_ours=self._plan.policy.attention_backend != "fa3",
             )
 
     def _keep_batch(

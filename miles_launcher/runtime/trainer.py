@@ -108,6 +108,7 @@ def rank_config(
         "contract": plan.contract,
         "segments": plan.segments,
         "rollout_tensor_parallel_size": plan.layout.rollout_tp,
+        "attention": plan.policy.attention_backend,
         "lr": training.lr,
         "weight_decay": training.weight_decay,
         "adam_beta1": training.adam_betas[0],

@@ -15,9 +15,10 @@ class TrainerRankConfig:
 
     `contract` is a registry name, or `off`: megatron's own layers and a plain log-softmax, the
     control that must not come out exact. `segments` and `rollout_tensor_parallel_size` are the
-    rollout's. `micro_batch_size` is in sequences. `fault` is `LAYER:OP[:RANK[:TOKEN]]`.
-    `megatron` holds further TransformerConfig fields (dtypes and activation as strings) and `model`
-    GPTModel arguments, as the plan rendered them; one that contradicts the others is an error.
+    rollout's, and so is `attention`: `fa3` or `triton` on a GPU. `micro_batch_size` is in
+    sequences. `fault` is `LAYER:OP[:RANK[:TOKEN]]`. `megatron` holds further TransformerConfig
+    fields (dtypes and activation as strings) and `model` GPTModel arguments, as the plan rendered
+    them; one that contradicts the others is an error.
     """
 
     rank: int = 0
@@ -50,6 +51,7 @@ class TrainerRankConfig:
     contract: str
     segments: int
     rollout_tensor_parallel_size: int
+    attention: str = "reference"
 
     lr: float = 1e-6
     weight_decay: float = 0.0
@@ -86,6 +88,13 @@ class TrainerRankConfig:
             wrong.append(f"micro_batch_size={self.micro_batch_size} must be at least 1")
         if self.clip_grad <= 0:
             wrong.append(f"clip_grad={self.clip_grad} must be positive (use a large one for none)")
+        if self.contract != CONTRACT_OFF and (self.device == "cpu") != (
+            self.attention == "reference"
+        ):
+            wrong.append(
+                f"attention={self.attention!r} on {self.device}: a CPU has the reference, a GPU "
+                "fa3 or triton"
+            )
         if self.contract == CONTRACT_OFF and self.fault is not None:
             wrong.append(f"fault={self.fault!r} needs a contract: stock layers have no taps")
         if wrong:

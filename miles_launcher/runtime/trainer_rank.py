@@ -141,6 +141,7 @@ class TrainerRank:
                 vocab_size=self.shape.vocab_size,
                 attention_width=self.shape.attention_width,
                 intermediate_size=self.shape.intermediate_size,
+                attention=config.attention,
             )
             self.model = build_policy_model(
                 self.shape, policy, logits_memory_bytes=config.logits_memory_bytes, **options

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from .. import state
-from ..ops.attention.op import FLASH3_HEAD_DIM
+from ..contracts import ATTENTION_PATHS
+from ..ops.attention.op import check_path
 from ..ops.tree_all_reduce.op import RankGroup
 from ..ops.tree_all_reduce.transport import connect
 from .target import Hook
@@ -79,18 +80,28 @@ def place_modules(model: torch.nn.Module) -> int:
 def check_attention(runner: Any) -> None:
     """`ValueError` unless the attention in use is one that a trainer can reproduce."""
     backend = runner.server_args.attention_backend
-    allowed = ("torch_native",) if runner.device == "cpu" else ("fa3",)
-    if backend not in allowed:
+    path = ATTENTION_PATHS.get(backend)
+    allowed = [
+        name for name, of in ATTENTION_PATHS.items() if (of == "reference") == _on_cpu(runner)
+    ]
+    for phase in ("prefill", "decode"):
+        own = getattr(runner.server_args, f"{phase}_attention_backend", None)
+        if own not in (None, backend):
+            raise ValueError(
+                f"{phase}_attention_backend={own!r} beside attention_backend={backend!r}: prefill "
+                "and decode take one kernel"
+            )
+    if path is None or backend not in allowed:
         raise ValueError(
             f"attention_backend={backend!r} on {runner.device}: the contract's kernel is "
             f"{' or '.join(allowed)}"
         )
-    head_dim = runner.model_config.head_dim
-    if backend == "fa3" and head_dim != FLASH3_HEAD_DIM:
-        raise ValueError(
-            f"head_dim={head_dim} on a GPU: FA3's decode has the bits of its prefill for "
-            f"head_dim={FLASH3_HEAD_DIM} alone"
-        )
+    capability = (0, 0) if _on_cpu(runner) else torch.cuda.get_device_capability()
+    check_path(path, runner.device, capability, runner.model_config.head_dim)
+
+
+def _on_cpu(runner: Any) -> bool:
+    return bool(runner.device == "cpu")
 
 
 def load_model(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:

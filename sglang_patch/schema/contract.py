@@ -44,7 +44,8 @@ class RopeRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionRule:
-    """Same kernel on both sides; the keys of one query are never split over partial results."""
+    """Same kernel on both sides, with one order for prefill and decode; `num_splits` is FA3's. The
+    Triton path adds chunks of keys that start at fixed places of the sequence."""
 
     num_splits: int = 1
 

@@ -108,3 +108,12 @@ def test_a_changed_figure_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "| a (2, 3) | 1.05 |" in tables.render(text)
     with pytest.raises(ValueError, match="no such table or file"):
         tables.render(text.replace("r.json", "s.json"))
+
+
+def test_the_attentions_table_says_where_fa3_did_not_run() -> None:
+    case = {"kind": "decode", "sequences": 16, "keys": 512, "head_dim": 128, "differing": 0}
+    times = {"ratio": 0.871, "over_fa3": 1.204, "ours_us": 12.5, "floor_us": 7.0}
+    rows = [{**case, **times}, {**case, "head_dim": 64, "differing": 3}]
+    text = tables.attention({"rows": rows})
+    assert "| decode | 128 | 16 x 512 | 0.87 | 1.20 | 12.5 | 7.0 |\n" in text
+    assert "| decode | 64 | 16 x 512 |  |  |  |  |\n" in text, "other bits have no speed"

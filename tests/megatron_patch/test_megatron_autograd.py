@@ -207,3 +207,40 @@ def test_parameter_gradient_without_main_grad_is_returned() -> None:
     gradient = parameter_gradient(weight, lambda t: t.add_(1 / 3))
     assert gradient is not None
     assert gradient.dtype == torch.bfloat16
+
+
+def test_flash_backward_is_asked_for_its_deterministic_form(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """PyTorch's operator reads the mode; with warn_only it warns and adds dq with atomics."""
+    from megatron_patch.autograd.attention import flash_backward
+
+    seen: list[tuple[bool, bool]] = []
+
+    def operator(gradient: torch.Tensor, *inputs: Any, **_: Any) -> Any:
+        mode = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        seen.append(mode)
+        if len(seen) == 4:
+            raise RuntimeError("out of memory")
+        return inputs[:3]
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", operator)
+    tensors = tuple(draw(3, 2, 4, dtype=torch.bfloat16, seed=n) for n in range(6))
+    rest = (torch.tensor([0, 1, 3], dtype=torch.int32), 2, 0.5)
+    before = torch.get_deterministic_debug_mode()
+    try:
+        for mode in ("default", "warn", "error", "warn"):
+            torch.set_deterministic_debug_mode(mode)
+            entered = torch.get_deterministic_debug_mode()
+            if len(seen) < 3:
+                assert flash_backward(*tensors, *rest) == tensors[1:4]
+            else:
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    flash_backward(*tensors, *rest)
+            assert torch.get_deterministic_debug_mode() == entered
+    finally:
+        torch.set_deterministic_debug_mode(before)
+    assert seen == [(True, False)] * 4

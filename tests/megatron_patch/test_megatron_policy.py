@@ -54,7 +54,7 @@ def test_fingerprint_equals_the_rollouts() -> None:
     policy = bound()
     ours = fingerprint(policy, CPU, RopeTable(shape).on(CPU))
     theirs = SGLangRuntimePolicy(
-        contract=get_contract(V2), segments=4, tensor_parallel_size=2
+        contract=get_contract(V2), segments=4, tensor_parallel_size=2, attention="reference"
     ).fingerprint(
         head_dim=shape.head_dim,
         max_position=shape.max_position_embeddings,
@@ -64,6 +64,8 @@ def test_fingerprint_equals_the_rollouts() -> None:
     assert ours.to_dict() == theirs.to_dict()
     other = fingerprint(replace(policy, segments=2), CPU, RopeTable(shape).on(CPU))
     assert other.differences(ours) == ["segments: 2 != 4"]
+    triton = fingerprint(replace(policy, attention="triton"), CPU, RopeTable(shape).on(CPU))
+    assert triton.differences(ours) == ["attention: 'triton' != 'reference'"]
     moved = RopeTable(replace(shape, rope_theta=1e4)).on(CPU)
     assert fingerprint(policy, CPU, moved).digest() != ours.digest()
 

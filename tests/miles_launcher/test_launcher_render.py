@@ -34,15 +34,14 @@ def rendered(plan: LaunchPlan) -> dict[str, Any]:
 
 
 def golden_plans(model: str) -> dict[str, LaunchPlan]:
-    """Both devices; on the GPU, where its heads are covered, with different degrees a side."""
+    """Both devices; on the GPU with different degrees a side."""
     common = {"model": model, "out": Path("/runs/golden")}
     environ = {"MILES_HOME": "/models"}
     plans = {"cpu": resolve(LaunchArgs(**common, device="cpu", tp=2), environ)}
-    if get_profile(model).head_dim == 128:
-        plans["cuda"] = resolve(
-            LaunchArgs(**common, rollout_tp=4, train_tp=2, pp=2, device="cuda"),
-            environ | {"RAY_ADDRESS": "auto"},
-        )
+    plans["cuda"] = resolve(
+        LaunchArgs(**common, rollout_tp=4, train_tp=2, pp=2, device="cuda"),
+        environ | {"RAY_ADDRESS": "auto"},
+    )
     return plans
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -14,8 +15,9 @@ from miles_launcher import resolve as resolving
 from miles_launcher.conf import CONF_DIR, compose_settings, setting_keys
 from miles_launcher.devices import resolve_device, visible_gpus
 from miles_launcher.layout import LayoutError
+from miles_launcher.runtime.trainer import rank_config
 from miles_launcher.settings import Settings
-from sglang_patch.ops.attention.op import FLASH3_HEAD_DIM
+from sglang_patch.ops.attention.op import FLASH3_HEAD_DIM, PATHS, gpu_path
 
 
 @pytest.mark.parametrize("group", ["layout", "contract", "run"])
@@ -169,14 +171,38 @@ def test_device_and_gpus(plan_for: Any, monkeypatch: pytest.MonkeyPatch) -> None
         plan_for(tp=2, overrides=("cluster.colocate=false",))
 
 
-def test_heads_that_fa3_decodes_otherwise_are_refused_on_a_gpu(plan_for: Any) -> None:
+def test_the_attention_of_both_sides(plan_for: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert policy._FLASH3_HEAD_DIM == FLASH3_HEAD_DIM, "the launcher loads no op to plan"
-    gpu = {"device": "cuda", "overrides": ("cluster.num_gpus=1",)}
-    with pytest.raises(ValueError, match="qwen3-tiny has head_dim=64: .* --device cpu"):
-        plan_for(**gpu)
-    # The control has no contract to break.
-    assert plan_for(**gpu, contract="off").device == "cuda"
-    assert plan_for("qwen3-0.6b", **gpu).device == "cuda"
+    assert set(policy.ATTENTION_BACKENDS) == set(PATHS)
+
+    def found(model: str, capability: str | None, asked: str = "auto", **more: Any) -> Any:
+        monkeypatch.setattr(resolving, "host_facts", lambda: {"capability": capability})
+        overrides = ("cluster.num_gpus=1", f"attention={asked}")
+        return plan_for(model, device="cuda", overrides=overrides, **more)
+
+    for capability, head_dim in itertools.product(("8.0", "9.0", "10.0"), (64, 128)):
+        plan = found("qwen3-tiny" if head_dim == 64 else "qwen3-0.6b", capability)
+        major, minor = map(int, capability.split("."))
+        assert plan.model.head_dim == head_dim
+        assert plan.policy.attention_backend == gpu_path((major, minor), head_dim)
+    # A cluster's GPUs are not this host's; a wrong guess is refused where they are seen.
+    cluster = {"environ": {"RAY_ADDRESS": "auto"}}
+    assert found("qwen3-0.6b", "8.0", **cluster).policy.attention_backend == "fa3"
+    assert found("qwen3-0.6b", None).policy.attention_backend == "fa3"
+    forced = found("qwen3-0.6b", "9.0", "triton")
+    assert forced.policy.attention_backend == "triton"
+    assert forced.rollout.engine_kwargs["attention_backend"] == "triton"
+    assert forced.rollout.expected_readback["attention_backend"] == "triton"
+    assert rank_config(forced, 0, "127.0.0.1", 1, 0)["attention"] == "triton"
+    with pytest.raises(ValueError, match="attention=fa3 with qwen3-tiny, head_dim=64: .*=triton"):
+        found("qwen3-tiny", "9.0", "fa3")
+    with pytest.raises(ValueError, match=r"attention=fa3 on a GPU of capability 8\.6: .*=triton"):
+        found("qwen3-0.6b", "8.6", "fa3")
+    with pytest.raises(ValueError, match="attention='fa2': choose from auto, fa3, triton"):
+        found("qwen3-0.6b", "9.0", "fa2")
+    with pytest.raises(ValueError, match="attention=triton with --device cpu"):
+        plan_for(device="cpu", overrides=("attention=triton",))
+    assert plan_for(device="cpu").policy.attention_backend == "reference"
 
 
 def test_visible_gpus_are_cut_to_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

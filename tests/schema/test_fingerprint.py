@@ -23,6 +23,7 @@ def fingerprint(**changes: Any) -> Fingerprint:
         "schema_digest": "a" * 64,
         "ops_digest": "b" * 64,
         "rope_digest": "c" * 64,
+        "attention": "reference",
         "device": "cpu",
         "versions": (("torch", "2.11.0"), ("triton", "3.6.0")),
     }
@@ -38,6 +39,7 @@ CHANGES: dict[str, Any] = {
     "schema_digest": "0" * 64,
     "ops_digest": "0" * 64,
     "rope_digest": "0" * 64,
+    "attention": "triton",
     "device": "NVIDIA H200",
     "versions": (("torch", "2.11.1"), ("triton", "3.6.0")),
 }

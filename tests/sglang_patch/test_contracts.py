@@ -25,6 +25,7 @@ PERMITTED: dict[str, Any] = {
     "quantization": None,
     "kv_cache_dtype": "auto",
     "tp_size": 2,
+    "attention_backend": "torch_native",
     "pp_size": 1,
     "dp_size": 1,
     "enable_dp_attention": False,
@@ -197,6 +198,14 @@ def test_fingerprint_names_everything_that_sets_bits() -> None:
     assert all(
         len(d) == 64 for d in (mine.schema_digest, mine.ops_digest, mine.rope_digest, mine.digest())
     )
+
+
+def test_the_attention_in_use_is_in_the_fingerprint() -> None:
+    mine = fingerprint(policy())
+    for backend, path in (("fa3", "fa3"), ("triton", "triton"), ("torch_native", "reference")):
+        found = fingerprint(policy(attention_backend=backend))
+        assert found.attention == path
+        assert (found.differences(mine) == []) == (path == "reference")
 
 
 @pytest.mark.parametrize(

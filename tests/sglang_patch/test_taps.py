@@ -193,7 +193,11 @@ def test_names_of_rows_in_prefill_and_decode() -> None:
 def live() -> Iterator[state.RuntimeState]:
     state.activate(None)
     contract = get_contract("qwen3_dense_true_on_policy_v2")
-    state.activate(SGLangRuntimePolicy(contract=contract, segments=1, tensor_parallel_size=1))
+    state.activate(
+        SGLangRuntimePolicy(
+            contract=contract, segments=1, tensor_parallel_size=1, attention="reference"
+        )
+    )
     yield state.require()
     state.activate(None)
 

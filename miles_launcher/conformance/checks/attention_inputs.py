@@ -49,10 +49,10 @@ def sequences(lengths: tuple[int, ...]) -> list[slice]:
     return [slice(start, start + length) for start, length in zip(starts, lengths, strict=True)]
 
 
-def near(ctx: Context, run: Run, label: str) -> float:
+def near(ctx: Context, run: Run, label: str, head_dims: tuple[int, ...] = ()) -> float:
     """Every sequence within the bound of the formula; the largest share of it used."""
     worst, lengths = 0.0, ctx.setting.lengths
-    for head_dim in ctx.setting.head_dims:
+    for head_dim in head_dims or ctx.setting.head_dims:
         q, k, v = operands(lengths, head_dim)
         scale = scale_of(head_dim)
         out = run(*ctx.put(q, k, v), list(lengths), list(lengths), scale)
@@ -64,10 +64,10 @@ def near(ctx: Context, run: Run, label: str) -> float:
     return worst
 
 
-def same_phases(ctx: Context, run: Run, label: str) -> None:
+def same_phases(ctx: Context, run: Run, label: str, head_dims: tuple[int, ...] = ()) -> None:
     """One query, half and all of each sequence have the bits that they have in a prefill."""
     lengths = ctx.setting.lengths
-    for head_dim in ctx.setting.head_dims:
+    for head_dim in head_dims or ctx.setting.head_dims:
         q, k, v = ctx.put(*operands(lengths, head_dim))
         scale = scale_of(head_dim)
         out = run(q, k, v, list(lengths), list(lengths), scale).cpu()

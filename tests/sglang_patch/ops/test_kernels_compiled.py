@@ -150,28 +150,6 @@ def test_products_use_the_tensor_core_with_fp32_accumulators(target: str) -> Non
             assert not any("tf32" in i for i in used), tile
 
 
-@pytest.mark.parametrize("target", list(TARGETS))
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_attention_compiles(target: str, head_dim: int) -> None:
-    types = {
-        **dict.fromkeys(("query_ptr", "key_ptr", "value_ptr", "out_ptr"), "*bf16"),
-        "lse_ptr": "*fp32",
-        "log2_scale": "fp32",
-        **dict.fromkeys(("query_starts_ptr", "key_starts_ptr"), "*i32"),
-        **_integers("tokens", "heads", "group"),
-        **_integers(
-            *(f"{x}_{y}_stride" for x in ("query", "key", "value") for y in ("token", "head"))
-        ),
-    }
-    constants = {"HEAD_DIM": head_dim, "COLUMNS": head_dim}
-    constants |= {"BLOCK_QUERIES": 64, "BLOCK_KEYS": 64}
-    attention = kernel("attention", "attention_kernel")
-    ptx = compile_ptx(
-        attention, types, constants, TARGETS[target], num_warps=4, num_stages=2, **UNFUSED
-    )
-    assert any("mma" in i and ".f32.bf16.bf16" in i for i in instructions(ptx))
-
-
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("target", list(TARGETS))
 def test_sums_over_ranks_order_what_ranks_see(target: str, world: int) -> None:
@@ -206,7 +184,7 @@ def test_a_launch_specialised_on_ones_compiles(case: str) -> None:
     assert compile_ptx(kernel(op, name), kept, {**constants, **ones}, HOPPER, **UNFUSED)
 
 
-def test_products_and_attention_of_one_row_compile() -> None:
+def test_products_of_one_row_compile() -> None:
     tile = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": BLOCK_K, "GROUP": GROUP}
     pointers = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), "*bf16")
     strides = ("x_row_stride", "x_k_stride", "weight_row_stride", "weight_k_stride")
@@ -217,11 +195,3 @@ def test_products_and_attention_of_one_row_compile() -> None:
     ):
         function = kernel(op, f"{op}_kernel")
         assert compile_ptx(function, pointers, {**tile, **ones, **extra}, HOPPER, **UNFUSED)
-    names = kernel("attention", "attention_kernel").arg_names
-    types = {n: "*bf16" for n in names if n.endswith("_ptr")}
-    types |= {"lse_ptr": "*fp32", "query_starts_ptr": "*i32", "key_starts_ptr": "*i32"}
-    types |= {"log2_scale": "fp32"}
-    constants = {n: 1 for n in names if n.islower() and n not in types}
-    constants |= {"HEAD_DIM": 64, "COLUMNS": 64, "BLOCK_QUERIES": 64, "BLOCK_KEYS": 64}
-    function = kernel("attention", "attention_kernel")
-    assert compile_ptx(function, types, constants, HOPPER, **UNFUSED)
