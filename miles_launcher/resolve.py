@@ -89,6 +89,7 @@ def resolve(args: LaunchArgs, environ: Mapping[str, str] = os.environ) -> Launch
         segments,
         num_gpus=num_gpus,
         colocate=settings.cluster.colocate,
+        num_engines=settings.rollout.num_engines,
     )
     if device == "cuda" and contract != CONTRACT_OFF:
         check_gpu_attention(profile)

@@ -91,7 +91,10 @@ def _overview(plan: LaunchPlan) -> Table:
         ("device", plan.device + (f", {plan.num_gpus} GPUs" if plan.num_gpus is not None else "")),
         ("contract", contract),
         ("segments", _segments(plan)),
-        ("rollout", f"{layout.rollout_tp} tp, {policy.attention_backend} attention"),
+        (
+            "rollout",
+            f"{_engines(plan)}{layout.rollout_tp} tp, {policy.attention_backend} attention",
+        ),
         ("trainer", world),
         (
             "log-softmax",
@@ -106,6 +109,11 @@ def _overview(plan: LaunchPlan) -> Table:
     if plan.fault is not None:
         rows.append(("fault", f"one ulp at {plan.fault.side} {plan.fault.place}"))
     return _pairs("Plan", rows)
+
+
+def _engines(plan: LaunchPlan) -> str:
+    count = plan.engine.num_engines
+    return f"{count} engines, each " if count > 1 else ""
 
 
 def _segments(plan: LaunchPlan) -> str:
