@@ -9,6 +9,8 @@ run, 4 a process died, 130 interrupted.
 
 from __future__ import annotations
 
+import ctypes
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -35,11 +37,13 @@ from .gate_groups import Pair, run_group
 from .progress import Progress
 from .session import Session
 
+_PR_SET_PDEATHSIG = 1
 SIZES = {"full": FULL, "small": SMALL}
 
 
 def main(arguments: Sequence[str]) -> int:
     """See the module."""
+    _end_with_parent()
     plan = read(Path(arguments[0]))
     out, name, sizes, groups = Path(arguments[1]), arguments[2], arguments[3], arguments[4:]
     result = read_result(out, name)
@@ -61,6 +65,11 @@ def main(arguments: Sequence[str]) -> int:
     result.start_seconds |= report.start_seconds
     result.write(out)
     return code
+
+
+def _end_with_parent() -> None:
+    """Be ended as by SIGTERM where the gate's process is killed: nobody else would."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _run(
