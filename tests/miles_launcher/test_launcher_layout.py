@@ -123,9 +123,6 @@ def test_context_parallel_cuts_heads_too() -> None:
     assert "num_attention_heads=8 is not divisible by --train-tp x --cp=16" in found
 
 
-@pytest.mark.parametrize(
-    ("colocate", "num_gpus", "needed"), [(True, 3, 4), (False, 7, 8), (True, 0, 4)]
-)
 def test_several_engines_need_their_own_gpus() -> None:
     layout, segments = Layout(rollout_tp=2, train_tp=1), 2
     assert layout.gpus(True, 2) == 4 and layout.gpus(False, 2) == 5
@@ -134,6 +131,9 @@ def test_several_engines_need_their_own_gpus() -> None:
     validate(layout, get_profile("qwen3-4b"), V2, segments, num_gpus=4, num_engines=2)
 
 
+@pytest.mark.parametrize(
+    ("colocate", "num_gpus", "needed"), [(True, 3, 4), (False, 7, 8), (True, 0, 4)]
+)
 def test_gpus_are_an_exact_product(colocate: bool, num_gpus: int, needed: int) -> None:
     (found,) = violations("qwen3-8b", (4, 2, 2, 1), num_gpus=num_gpus, colocate=colocate)
     assert f"needs {needed} GPUs" in found and f"{num_gpus} available" in found
