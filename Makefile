@@ -1,6 +1,7 @@
 # make demo     install, then one training run of the tiny model to its table of zeros
 # make test     install what is missing, then every test
 # make install  .venv with the three packages and their pinned dependencies
+# make gpu-gate   on a GPU host: rollout and trainer exact in every configuration that fits it
 # make lint     ruff, mypy and the pre-commit hooks' other checks
 # make benchmarks OUT=FOLDER   every kernel benchmark on the GPU present, its proof first
 # make sync-schema   check the vendored copies (repair: tools/sync_schema.py --write)
@@ -11,8 +12,11 @@ PIP := $(VENV)/bin/python -m pip
 STAMP := $(VENV)/.installed
 DEMO_ARGS ?=
 TEST_ARGS ?=
+GATE_ARGS ?=
+# On a GPU host that brought its own packages there may be no .venv.
+GATE_PYTHON = $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,python3)
 
-.PHONY: install demo test lint benchmarks sync-schema
+.PHONY: install demo test gpu-gate lint benchmarks sync-schema
 
 install: $(STAMP)
 
@@ -27,6 +31,9 @@ demo: $(STAMP)
 
 test: $(STAMP) sync-schema
 	$(VENV)/bin/python -m pytest $(TEST_ARGS)
+
+gpu-gate:
+	$(GATE_PYTHON) -m miles_launcher.gpu_gate $(GATE_ARGS)
 
 lint: $(STAMP) sync-schema
 	$(VENV)/bin/ruff check .

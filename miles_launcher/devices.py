@@ -81,6 +81,22 @@ def _nvml_facts() -> tuple[str | None, str | None]:
     return driver, capability
 
 
+def gpu_name() -> str | None:
+    """The first GPU as the driver's library names it, such as `NVIDIA H200`; None without one."""
+    try:
+        nvml = ctypes.CDLL(_NVML)
+    except OSError:
+        return None
+    if nvml.nvmlInit_v2() != 0:
+        return None
+    text, device = ctypes.create_string_buffer(96), ctypes.c_void_p()
+    found = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(0), ctypes.byref(device)) == 0 and (
+        nvml.nvmlDeviceGetName(device, text, ctypes.c_uint(len(text))) == 0
+    )
+    nvml.nvmlShutdown()
+    return text.value.decode() if found else None
+
+
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> int:
     """GPUs that a process started now would see: those installed, cut to CUDA_VISIBLE_DEVICES."""
     listed = environ.get("CUDA_VISIBLE_DEVICES")

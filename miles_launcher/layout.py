@@ -25,10 +25,10 @@ class Layout:
         """Trainer ranks: the exact product (there is no data-parallel remainder to absorb)."""
         return self.train_tp * self.pp * self.cp
 
-    def gpus(self, colocate: bool) -> int:
+    def gpus(self, colocate: bool, num_engines: int = 1) -> int:
         """GPUs in use: both roles on the same ones, or each on its own."""
-        world = self.train_world_size
-        return max(self.rollout_tp, world) if colocate else self.rollout_tp + world
+        rollout, world = self.rollout_tp * num_engines, self.train_world_size
+        return max(rollout, world) if colocate else rollout + world
 
 
 class LayoutError(ValueError):
@@ -48,6 +48,7 @@ def validate(
     *,
     num_gpus: int | None = None,
     colocate: bool = True,
+    num_engines: int = 1,
 ) -> None:
     """Raise `LayoutError` listing all violations.
 
@@ -74,7 +75,7 @@ def validate(
             f"num_hidden_layers={profile.num_hidden_layers} is not divisible by --pp={layout.pp}; "
             f"choose --pp from {_divisors(profile.num_hidden_layers, 8)}"
         )
-    violations += _gpus(layout, num_gpus, colocate)
+    violations += _gpus(layout, num_gpus, colocate, num_engines)
     if violations:
         raise LayoutError(violations)
 
@@ -217,10 +218,10 @@ def _vocabulary(layout: Layout, profile: ModelProfile, contract: str) -> list[st
     return []
 
 
-def _gpus(layout: Layout, num_gpus: int | None, colocate: bool) -> list[str]:
+def _gpus(layout: Layout, num_gpus: int | None, colocate: bool, num_engines: int) -> list[str]:
     if num_gpus is None:
         return []
-    needed = layout.gpus(colocate)
+    needed = layout.gpus(colocate, num_engines)
     if needed <= num_gpus:
         return []
     world = (
@@ -228,7 +229,9 @@ def _gpus(layout: Layout, num_gpus: int | None, colocate: bool) -> list[str]:
         f"{layout.train_world_size}"
     )
     rule = "the larger of" if colocate else "the sum of"
+    engines = f" x {num_engines} engines" if num_engines > 1 else ""
     return [
-        f"world size: needs {needed} GPUs ({rule} rollout_tp={layout.rollout_tp} and {world}), "
+        f"world size: needs {needed} GPUs ({rule} rollout_tp={layout.rollout_tp}{engines} and "
+        f"{world}), "
         f"{num_gpus} available; lower a degree, or join a larger cluster with RAY_ADDRESS"
     ]

@@ -86,6 +86,16 @@ def switches(inputs: RenderInputs) -> tuple[Switch, ...]:
 def _contract(inputs: RenderInputs) -> Switch:
     policy = inputs.policy
     env = {"SGLANG_PLUGINS": PLUGIN}
+    target = inputs.settings.rollout.stock_on_policy_target
+    if target is not None:
+        assert not policy.patched
+        return Switch(
+            setting="rollout.stock_on_policy_target",
+            reason="control: SGLang's own on-policy mode, which must not come out exact",
+            engine={"rl_on_policy_target": target},
+            rollout_env=env,
+            readback=("rl_on_policy_target",),
+        )
     if not policy.patched:
         return Switch(
             setting="--contract",

@@ -89,6 +89,7 @@ def resolve(args: LaunchArgs, environ: Mapping[str, str] = os.environ) -> Launch
         segments,
         num_gpus=num_gpus,
         colocate=settings.cluster.colocate,
+        num_engines=settings.rollout.num_engines,
     )
     # A cluster's GPUs are seen once its ranks are up.
     seen = device == "cuda" and not environ.get("RAY_ADDRESS")

@@ -87,10 +87,14 @@ class TrainSettings:
 class RolloutSettings:
     """Sizes of the engine. None: derived from device and profile in `render.py`.
 
+    `num_engines` data-parallel engines share a step's prompts, each with its own ranks.
+    `stock_on_policy_target` is SGLang's own `rl_on_policy_target`, a control for contract `off`.
     `chunked_prefill_size` (tokens; -1 for none), `cuda_graph` and `radix_cache` have each changed
     a row's bits in some engine. Here they change none, so they are on; the gate judges every run.
     """
 
+    num_engines: int = 1
+    stock_on_policy_target: str | None = None
     mem_fraction_static: float | None = None
     max_total_tokens: int | None = None
     max_running_requests: int = 64
@@ -180,6 +184,7 @@ def _range_problems(settings: Settings) -> list[str]:
         ("run.max_new_tokens", run.max_new_tokens),
         ("train.micro_batch_size", train.micro_batch_size),
         ("rollout.max_running_requests", rollout.max_running_requests),
+        ("rollout.num_engines", rollout.num_engines),
         ("cluster.start_timeout", cluster.start_timeout),
     ]
     optional = [
@@ -220,6 +225,16 @@ def _range_problems(settings: Settings) -> list[str]:
         problems.append(f"device={settings.device!r}: choose from {', '.join(DEVICES)}")
     if settings.attention not in ATTENTION:
         problems.append(f"attention={settings.attention!r}: choose from {', '.join(ATTENTION)}")
+    if rollout.num_engines > run.samples_per_step:
+        problems.append(
+            f"rollout.num_engines={rollout.num_engines} engines share the {run.samples_per_step} "
+            "sequences of a step; one would have none"
+        )
+    if rollout.stock_on_policy_target is not None and settings.contract.name != "off":
+        problems.append(
+            f"rollout.stock_on_policy_target={rollout.stock_on_policy_target!r} is a control of "
+            "stock engines: use it with --contract off, or leave it out"
+        )
     if train.micro_batch_size > 0 and run.samples_per_step % train.micro_batch_size:
         problems.append(
             f"train.micro_batch_size={train.micro_batch_size} does not divide the "

@@ -91,7 +91,10 @@ def _overview(plan: LaunchPlan) -> Table:
         ("device", plan.device + (f", {plan.num_gpus} GPUs" if plan.num_gpus is not None else "")),
         ("contract", contract),
         ("segments", _segments(plan)),
-        ("rollout", f"{layout.rollout_tp} tp, {policy.attention_backend} attention"),
+        (
+            "rollout",
+            f"{_engines(plan)}{layout.rollout_tp} tp, {policy.attention_backend} attention",
+        ),
         ("trainer", world),
         ("rank sums", _rank_sums(plan)),
         (
@@ -119,6 +122,11 @@ def _rank_sums(plan: LaunchPlan) -> str:
         "over symmetric memory where a group's GPUs are on one host and linked by NVLink, else "
         "over its process group; each rank reports which"
     )
+
+
+def _engines(plan: LaunchPlan) -> str:
+    count = plan.engine.num_engines
+    return f"{count} engines, each " if count > 1 else ""
 
 
 def _segments(plan: LaunchPlan) -> str:

@@ -52,5 +52,13 @@ class TrueOnPolicyCpuPlatform(CpuSRTPlatform):
 
         return PagedTokenToKVPoolAllocator
 
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> object:
+        import torch
+
+        return torch.profiler.ProfilerActivity.CPU
+
     def get_dispatch_key_name(self) -> str:
         return "native"

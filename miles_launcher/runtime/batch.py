@@ -37,6 +37,14 @@ class Batch:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def part(self, which: slice) -> Batch:
+        """The batch of some of its sequences."""
+        return Batch(
+            tokens=self.tokens[which],
+            prompt_lengths=self.prompt_lengths[which],
+            response_lengths=self.response_lengths[which],
+        )
+
     @property
     def num_response_tokens(self) -> int:
         """Response tokens of all sequences: the divisor of the loss."""

@@ -38,11 +38,21 @@ class Cluster:
     """The Ray session of one run. Use as a context manager: leaving it ends every process that
     was started, by id."""
 
-    def __init__(self, *, device: str, num_gpus: int, colocate: bool, ranks: tuple[int, int]):
+    def __init__(
+        self,
+        *,
+        device: str,
+        num_gpus: int,
+        colocate: bool,
+        ranks: tuple[int, int],
+        num_engines: int = 1,
+    ):
+        """ranks: of all engines together, and of the trainer."""
         self._device = device
         self._num_gpus = num_gpus
         self._colocate = colocate
         self._rollout_ranks, self._train_ranks = ranks
+        self._engine_ranks = self._rollout_ranks // num_engines
         self._group: Any = None
         self.roles: list[Role] = []
 
@@ -124,9 +134,10 @@ class Cluster:
             placement_group=self._group, placement_group_bundle_index=bundle
         )
 
-    def rollout_bundles(self) -> list[int]:
-        """The bundles of the engine's ranks."""
-        return list(range(self._rollout_ranks))
+    def rollout_bundles(self, engine: int) -> list[int]:
+        """The bundles of one engine's ranks."""
+        first = engine * self._engine_ranks
+        return list(range(first, first + self._engine_ranks))
 
     def trainer_bundle(self, rank: int) -> int:
         """The bundle of one trainer rank; shared with the engine where colocated."""

@@ -91,6 +91,7 @@ def new_report(plan: LaunchPlan) -> Report:
             "train_tp": layout.train_tp,
             "pp": layout.pp,
             "cp": layout.cp,
+            **({"engines": plan.engine.num_engines} if plan.engine.num_engines > 1 else {}),
         },
         device=plan.device,
         versions={name: importlib.metadata.version(name) for name in _VERSIONS},
@@ -137,7 +138,11 @@ def running_cluster(
         device=plan.device,
         num_gpus=plan.num_gpus or 0,
         colocate=plan.cluster.colocate,
-        ranks=(plan.layout.rollout_tp, plan.trainer.world_size if trainers else 0),
+        ranks=(
+            plan.layout.rollout_tp * plan.engine.num_engines,
+            plan.trainer.world_size if trainers else 0,
+        ),
+        num_engines=plan.engine.num_engines,
     )
     with progress.phase("starting ray", report.start_seconds, "ray"):
         cluster.__enter__()

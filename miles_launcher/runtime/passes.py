@@ -86,6 +86,11 @@ class Passes:
                     )
         return self._batch
 
+    @property
+    def returned(self) -> tuple[list[Any], list[Any]]:
+        """The logprobs that both sides returned in the pass without taps."""
+        return self._logprobs
+
     def recorded(self, keep: str | None = None) -> tuple[list[RankRecord], list[RankRecord]]:
         """With taps: the records of both sides. `GateClosed` where tokens or logprobs are not
         those of the pass without."""

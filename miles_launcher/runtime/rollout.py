@@ -32,11 +32,13 @@ TAP_REQUEST = "true-on-policy-tap-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """One sampled response: ids, and each one's logprob as the engine returned it (fp32)."""
+    """One sampled response: ids, and each one's logprob as the engine returned it (fp32);
+    `cached_tokens` of its prompt were found in the prefix cache."""
 
     response_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: str
+    cached_tokens: int = 0
 
 
 class RolloutEngine:
@@ -93,6 +95,7 @@ class RolloutEngine:
                     response_ids=tuple(int(pair[1]) for pair in pairs),
                     logprobs=tuple(float(pair[0]) for pair in pairs),
                     finish_reason=str((output["meta_info"]["finish_reason"] or {}).get("type")),
+                    cached_tokens=int(output["meta_info"].get("cached_tokens", 0)),
                 )
             )
         return generations
@@ -135,6 +138,10 @@ class RolloutEngine:
             pairs = output["meta_info"]["input_token_logprobs"]
             scores.append(np.asarray([p[0] for p in pairs[len(pairs) - length :]], np.float32))
         return scores
+
+    def flush_cache(self) -> None:
+        """Empty the prefix cache."""
+        flush_cache(self._engine)
 
     def start_taps(self, keep: str | None = None, fault: str | None = None) -> None:
         """Record the rows of every tap in every rank, from an empty prefix cache on; `fault` is

@@ -6,6 +6,7 @@ Every method is collective: call it on all ranks with equal arguments.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from datetime import timedelta
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from megatron_patch import cpu_platform
 from megatron_patch.config import ModelShape
 from megatron_patch.contracts import policy_for
+from megatron_patch.ops.digest import shard_digest
 from megatron_patch.ops.formats import DTYPES
 from megatron_patch.schema import DEFAULT_CONTRACT, padded_vocabulary
 
@@ -197,13 +199,16 @@ class TrainerRank:
             raise ValueError("trainer rank: no weights yet; call load(model_path) first")
         return self._loaded_from
 
-    def score(self, batch: Batch, temperature: float) -> list[np.ndarray]:
+    def score(
+        self, batch: Batch, temperature: float, sequences_per_micro_batch: int | None = None
+    ) -> list[np.ndarray]:
         """Logprobs of every response token at `temperature`: per sequence an fp32 array of its
-        response length, the same on every rank. No graph is kept."""
+        response length, the same on every rank. No graph is kept. Sequences a micro-batch are the
+        configured ones unless given."""
         self._require_weights()
         with self._platform(), torch.no_grad():
             self.ddp.eval()
-            flat = self.steps.score(self.ddp, batch, temperature)
+            flat = self.steps.score(self.ddp, batch, temperature, sequences_per_micro_batch)
         return np.split(flat.cpu().numpy(), np.cumsum(batch.response_lengths)[:-1])
 
     def train(
@@ -255,6 +260,29 @@ class TrainerRank:
         self._sender = None
         if self.device.type == "cuda":
             torch.cuda.ipc_collect()
+
+    def gradients(self, batch: Batch, temperature: float, recompute: str) -> dict[str, Any]:
+        """The gradient of a batch whose advantages are 1 and -1 in turn, no step: `grad_norm` of
+        the whole model, and `digest`, SHA-256 (hex) of this rank's gradient bits. recompute:
+        `none` or `full`, for this call alone."""
+        from megatron_patch.grad_norm import gradient_norm
+
+        old = self.score(batch, temperature)
+        advantages = [1.0 - 2.0 * (number % 2) for number in range(len(batch))]
+        per_token = _per_token(batch, advantages, old)
+        with self._platform(), recomputing(self.model.config, recompute):
+            self.ddp.train()
+            self.ddp.zero_grad_buffer()
+            self.steps.train(self.ddp, batch, *per_token, temperature, 0.2)
+            norm = gradient_norm(self.ddp.module)
+            digest = hashlib.sha256()
+            for name, parameter in self.model.named_parameters():
+                bits = parameter.main_grad.detach().contiguous()
+                rows = bits.reshape(-1, bits.shape[-1])
+                number = shard_digest(rows, (0, rows.shape[0]), (0, rows.shape[1]))
+                digest.update(f"{name}={number:016x}\n".encode())
+            self.ddp.zero_grad_buffer()
+        return {"grad_norm": norm, "digest": digest.hexdigest()}
 
     def export_weights(self) -> list[tuple[str, torch.Tensor]]:
         """On rank 0 every (Hugging Face name, whole bf16 CPU tensor); elsewhere an empty list."""
@@ -331,6 +359,32 @@ class TrainerRank:
         if dist.is_initialized():
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def recomputing(config: Any, recompute: str) -> Iterator[None]:
+    """megatron's recomputation of activations as asked, for the body; `none` or `full`."""
+    fields_: dict[str, Any] = {
+        "recompute_granularity": None,
+        "recompute_method": None,
+        "recompute_num_layers": None,
+    }
+    before = {name: getattr(config, name) for name in fields_}
+    if recompute == "full":
+        fields_ = {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    elif recompute != "none":
+        raise ValueError(f"recompute={recompute!r}; choose none or full")
+    try:
+        for name, value in fields_.items():
+            setattr(config, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
 
 
 _DTYPE_FIELDS = ("params_dtype", "pipeline_dtype")

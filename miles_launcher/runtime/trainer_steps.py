@@ -36,9 +36,11 @@ class PolicySteps:
             announce(batch)
             return self.model.packed_forward(batch)
 
-    def micro_batches(self, batch: Batch, temperature: float) -> list[MicroBatch]:
+    def micro_batches(
+        self, batch: Batch, temperature: float, sequences: int | None = None
+    ) -> list[MicroBatch]:
         """The batch as this context-parallel rank's micro-batches, in order."""
-        step = self.sequences_per_micro_batch
+        step = sequences or self.sequences_per_micro_batch
         return [
             pack(
                 batch.tokens[i : i + step],
@@ -87,9 +89,16 @@ class PolicySteps:
             )
         return x
 
-    def score(self, ddp: torch.nn.Module, batch: Batch, temperature: float) -> torch.Tensor:
-        """Logprobs of all response tokens of the batch in order, [tokens] fp32, on every rank."""
-        micro = self.micro_batches(batch, temperature)
+    def score(
+        self,
+        ddp: torch.nn.Module,
+        batch: Batch,
+        temperature: float,
+        sequences: int | None = None,
+    ) -> torch.Tensor:
+        """Logprobs of all response tokens of the batch in order, [tokens] fp32, on every rank.
+        sequences: how many a micro-batch, where not the configured number."""
+        micro = self.micro_batches(batch, temperature, sequences)
         starts = np.cumsum([0, *(m.total_scored for m in micro)])
         values = torch.zeros(int(starts[-1]), dtype=torch.float32, device=self.device)
         mine = torch.zeros_like(values, dtype=torch.uint8)

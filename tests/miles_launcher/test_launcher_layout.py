@@ -123,6 +123,14 @@ def test_context_parallel_cuts_heads_too() -> None:
     assert "num_attention_heads=8 is not divisible by --train-tp x --cp=16" in found
 
 
+def test_several_engines_need_their_own_gpus() -> None:
+    layout, segments = Layout(rollout_tp=2, train_tp=1), 2
+    assert layout.gpus(True, 2) == 4 and layout.gpus(False, 2) == 5
+    with pytest.raises(LayoutError, match="needs 4 GPUs .* rollout_tp=2 x 2 engines and train_tp"):
+        validate(layout, get_profile("qwen3-4b"), V2, segments, num_gpus=3, num_engines=2)
+    validate(layout, get_profile("qwen3-4b"), V2, segments, num_gpus=4, num_engines=2)
+
+
 @pytest.mark.parametrize(
     ("colocate", "num_gpus", "needed"), [(True, 3, 4), (False, 7, 8), (True, 0, 4)]
 )

@@ -140,6 +140,10 @@ def test_contract_off_is_a_stock_rollout(plan_for: Any) -> None:
     assert not switched & off.rollout.engine_kwargs.keys()
     assert not any("rl_on_policy_target" in p.rollout.engine_kwargs for p in (on, off))
     assert off.policy.contract == on.policy.contract and not off.policy.patched
+    target = ("rollout.stock_on_policy_target=fsdp",)
+    control = plan_for(contract="off", overrides=target).rollout
+    assert control.engine_kwargs["rl_on_policy_target"] == "fsdp"
+    assert control.expected_readback["rl_on_policy_target"] == "fsdp"
     assert on.rollout.engine_kwargs["true_on_policy_contract"].endswith("_v2:segments=2")
 
 
