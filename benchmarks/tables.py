@@ -174,6 +174,49 @@ def attention(document: Document) -> str:
     return grid(header, lines)
 
 
+_NO_ROW: Final = "—"
+
+
+def _elementwise(document: Document, key: str, target: float, least_rows: int) -> str:
+    """A line an op, pass and model; bold below the target, where the inputs are large."""
+    sizes = [rows for rows in _distinct(document, "rows") if rows >= least_rows]
+    lines = []
+    for op in _distinct(document, "op"):
+        for way in ("forward", "backward"):
+            for model in _distinct(document, "model"):
+                cells = []
+                for rows in sizes:
+                    row = _only(document, op=op, model=model, rows=rows, **{"pass": way})
+                    if row is None or key not in row:
+                        cells.append("wrong" if row else _NO_ROW)
+                        continue
+                    text = f"{row[key]:.2f}" if key == "of_copy_bandwidth" else f"{row[key]:.1f}"
+                    cells.append(f"**{text}**" if row[key] < target else text)
+                if set(cells) != {_NO_ROW}:
+                    lines.append([f"{op}, {way}", model, *cells])
+    return grid(["op", "model", *(f"T={rows}" for rows in sizes)], lines, text_columns=2)
+
+
+def elementwise_bandwidth(document: Document) -> str:
+    """Share of the bandwidth of a copy of the same bytes, for large inputs."""
+    return _elementwise(document, "of_copy_bandwidth", 0.85, 2048)
+
+
+def elementwise_stock(document: Document) -> str:
+    """The stock path's time over ours."""
+    return _elementwise(document, "stock_over_ours", 2.0, 1)
+
+
+def elementwise_launches(document: Document) -> str:
+    """How many kernels and copies one call starts."""
+    found = [row for row in document["rows"] if "ours_launches" in row]
+    lines = [
+        [f"{row['op']}, {row['pass']}", str(row["ours_launches"]), str(row["stock_launches"])]
+        for row in found
+    ]
+    return grid(["op", "ours", "stock"], lines)
+
+
 TABLES: Final[Mapping[str, Callable[[Document], str]]] = {
     "row_linear": row_linear,
     "segments": segments,
@@ -183,6 +226,9 @@ TABLES: Final[Mapping[str, Callable[[Document], str]]] = {
     "published": published,
     "collectives": collectives,
     "attention": attention,
+    "elementwise_bandwidth": elementwise_bandwidth,
+    "elementwise_stock": elementwise_stock,
+    "elementwise_launches": elementwise_launches,
 }
 
 

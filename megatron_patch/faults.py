@@ -24,6 +24,7 @@ __all__ = [
     "calls",
     "entering",
     "flip",
+    "observed",
     "parse_fault",
     "set_fault",
     "tap",
@@ -70,6 +71,11 @@ class _Flip(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         return gradient, None, None, None, None
+
+
+def observed() -> bool:
+    """Whether anybody looks between ops: taps are on, or a fault is to be injected."""
+    return _log is not None or _fault is not None
 
 
 def flip(layer: int | None, op: str, tensor: torch.Tensor) -> torch.Tensor:

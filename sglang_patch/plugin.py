@@ -26,6 +26,7 @@ _FILES = (
     "logits",
     "model",
     "norm",
+    "qk_norm_rope",
     "rope",
     "sampler",
     "scheduler",

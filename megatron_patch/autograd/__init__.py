@@ -9,19 +9,23 @@ from .attention import attention
 from .embedding import embedding
 from .linear import linear
 from .logprob import token_logprobs
-from .rms_norm import add_rms_norm, rms_norm
+from .qk_norm_rope import HeadLayout, qk_norm_rope
+from .rms_norm import add_rms_norm, rms_norm, stream_rms_norm
 from .rope import rope
 from .row_linear import row_linear
 from .silu_mul import silu_mul
 
 __all__ = [
+    "HeadLayout",
     "add_rms_norm",
     "attention",
     "embedding",
     "linear",
+    "qk_norm_rope",
     "rms_norm",
     "rope",
     "row_linear",
     "silu_mul",
+    "stream_rms_norm",
     "token_logprobs",
 ]

@@ -12,11 +12,13 @@ from ..ops.formats import accumulator_dtype
 from .products import op_calls
 
 
-def _rotate_back(gradient: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate_back(gradient: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The rotation by the opposite angle, in fp32 (fp64). gradient: [tokens, heads, dim]; cos,
+    sin: [tokens, 1, dim / 2]."""
     first, second = gradient.to(accumulator_dtype(gradient.dtype)).chunk(2, dim=-1)
     left = first * cos + second * sin
     right = second * cos - first * sin
-    return torch.cat((left, right), dim=-1).to(gradient.dtype)
+    return torch.cat((left, right), dim=-1)
 
 
 class _Rope(torch.autograd.Function):
@@ -36,7 +38,8 @@ class _Rope(torch.autograd.Function):
     def backward(ctx: Any, dquery: torch.Tensor, dkey: torch.Tensor) -> tuple[Any, ...]:
         positions, table = ctx.saved_tensors
         cos, sin = table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
-        return _rotate_back(dquery, cos, sin), _rotate_back(dkey, cos, sin), None, None
+        dquery, dkey = (rotate_back(g, cos, sin).to(g.dtype) for g in (dquery, dkey))
+        return dquery, dkey, None, None
 
 
 def rope(

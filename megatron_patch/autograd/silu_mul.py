@@ -22,6 +22,10 @@ class _SiluMul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, out_gradient: torch.Tensor) -> torch.Tensor:
         (gate_up,) = ctx.saved_tensors
+        if gate_up.is_cuda:
+            from .kernels.silu_mul import launch_silu_mul_backward
+
+            return launch_silu_mul_backward(gate_up, out_gradient)
         wide = accumulator_dtype(gate_up.dtype)
         gate, up = gate_up.to(wide).chunk(2, dim=-1)
         dy = out_gradient.to(wide)

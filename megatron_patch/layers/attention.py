@@ -8,8 +8,9 @@ import torch
 from megatron.core.transformer.attention import SelfAttention
 
 from .. import autograd
+from ..autograd import HeadLayout
 from ..config import PolicyTransformerConfig
-from ..faults import entering, tap
+from ..faults import entering, observed, tap
 from ..ops import RankGroup
 from ..parallel import MicroBatch, gather_partial, heads_to_sequence, sequence_to_heads
 from ..parallel.ulysses import replicate_heads
@@ -77,33 +78,33 @@ class PolicySelfAttention(SelfAttention):
         self.ranks = RankGroup.of(self.tp_group)
         self.rope = PolicyRope(self.config.rope)
 
-    def _own_heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[T, N_local] in megatron's per-group layout -> this rank's q, k, v, [T, heads, dim]."""
-        tokens, dim = mixed.shape[0], self.config.kv_channels
-        groups, size = self.config.num_query_groups, self.world_size
+    def _own_heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, HeadLayout]:
+        """[T, N_local] in megatron's per-group layout -> rows that hold this rank's heads, and
+        where they stand there."""
+        dim, groups, size = self.config.kv_channels, self.config.num_query_groups, self.world_size
         per_group = self.config.num_attention_heads // groups
         shared = size // groups if groups < size else 1
+        first, owned = 0, per_group
         if shared > 1:
             # A rank's rows of the fused weight are not whole groups: fetch the group it shares.
             mixed = gather_partial(mixed, self.ranks)
             width = (per_group + 2) * dim
             start = (self.ranks.rank // shared) * width
             mixed = mixed[:, start : start + width]
-        grouped = mixed.reshape(tokens, -1, per_group + 2, dim)
-        query, key, value = grouped.split([per_group, 1, 1], dim=2)
-        query = query.reshape(tokens, -1, dim)
-        if shared > 1:
-            own = per_group // shared
-            first = (self.ranks.rank % shared) * own
-            query = query[:, first : first + own].contiguous()
-        return query, key.reshape(tokens, -1, dim), value.reshape(tokens, -1, dim)
+            owned = per_group // shared
+            first = (self.ranks.rank % shared) * owned
+        groups = mixed.shape[1] // ((per_group + 2) * dim)
+        return mixed, HeadLayout(
+            groups=groups, per_group=per_group, dim=dim, first=first, owned=owned
+        )
 
-    def forward(self, hidden_states: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """hidden_states: [T, 1, hidden] bf16, the same on every rank -> [T, 1, hidden] bf16."""
-        layer, tokens = self.layer_index, hidden_states.shape[0]
-        entering(layer, "qkv_proj", hidden_states)
-        mixed = tap(layer, "qkv_proj", self.linear_qkv(hidden_states)[0])
-        query, key, value = self._own_heads(mixed.view(tokens, -1))
+    def _one_by_one(
+        self, mixed: torch.Tensor, heads: HeadLayout, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value with the norms and the rotation as ops of their own."""
+        layer = self.layer_index
+        query, key, value = heads.split(mixed)
+        query = query.reshape(mixed.shape[0], -1, heads.dim)
         if self.config.qk_layernorm:
             entering(layer, "q_norm", query)
             entering(layer, "k_norm", key)
@@ -111,7 +112,28 @@ class PolicySelfAttention(SelfAttention):
             key = tap(layer, "k_norm", self.k_layernorm(key))
         entering(layer, "rope", query)
         entering(layer, "rope_k", key)
-        query, key = self.rope(query, key, batch.positions)
+        query, key = self.rope(query, key, positions)
+        return query, key, value
+
+    def forward(self, hidden_states: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """hidden_states: [T, 1, hidden] bf16, the same on every rank -> [T, 1, hidden] bf16."""
+        layer, tokens = self.layer_index, hidden_states.shape[0]
+        entering(layer, "qkv_proj", hidden_states)
+        mixed = tap(layer, "qkv_proj", self.linear_qkv(hidden_states)[0])
+        mixed, heads = self._own_heads(mixed.view(tokens, -1))
+        if self.config.qk_layernorm and not observed():
+            query, key, value = autograd.qk_norm_rope(
+                mixed,
+                self.q_layernorm.weight,
+                self.k_layernorm.weight,
+                self.q_layernorm.eps,
+                batch.positions,
+                self.rope.table.on(mixed.device),
+                heads,
+            )
+        else:
+            # The same bits; the taps see what passes between the ops.
+            query, key, value = self._one_by_one(mixed, heads, batch.positions)
         query, key = tap(layer, "rope", query), tap(layer, "rope_k", key)
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             entering(layer, "attention", tensor, name)

@@ -25,6 +25,10 @@ class PolicyRMSNorm(torch.nn.Module):
         """x: [..., hidden] bf16, or the fp32 residual stream -> bf16."""
         return autograd.rms_norm(x, self.weight, self.eps)
 
+    def of_stream(self, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """stream: [..., hidden] fp32 -> (its norm, bf16; the stream, for the layer's residual)."""
+        return autograd.stream_rms_norm(stream, self.weight, self.eps)
+
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x: [..., hidden] bf16; residual: fp32 -> (norm of the sum, bf16; the sum, fp32)."""
         return autograd.add_rms_norm(x, residual, self.weight, self.eps)

@@ -41,10 +41,12 @@ class PolicyTransformerLayer(TransformerLayer):
         assert hidden_states.dtype in (torch.float32, torch.float64), hidden_states.dtype
         layer = self.layer_number - 1
         entering(layer, "input_layernorm", hidden_states)
-        x = tap(layer, "input_layernorm", self.input_layernorm(hidden_states))
+        x, hidden_states = self.input_layernorm.of_stream(hidden_states)
+        x = tap(layer, "input_layernorm", x)
         x = self.self_attention(x, packed_seq_params)
         x, stream = self.pre_mlp_layernorm.add(x, hidden_states)
         entering(layer, "post_attention_layernorm", stream)
         x = tap(layer, "post_attention_layernorm", x)
         x = self.mlp(x)[0]
-        return stream + x.to(stream.dtype), None
+        # One addition in the stream's format: widening bf16 is exact.
+        return stream + x, None

@@ -28,6 +28,7 @@ OP_NAMES = (
     "linear",
     "rope_table",
     "rope",
+    "qk_norm_rope",
     "attention",
     "row_linear_v1",
     "row_linear_v2",

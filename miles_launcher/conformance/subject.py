@@ -83,6 +83,7 @@ class Subject:
     rms_norm: Function
     rope_table: Function
     rope: Function
+    qk_norm_rope: Function
     silu_mul: Function
     attention: Function
     temperature_logits: Function

@@ -85,7 +85,8 @@ def check_hook_calls(
     """Close unless the hooks ran as often as the layers did, in every rollout rank.
 
     One forward pass embeds once; a layer has two column-parallel and two row-parallel linears, two
-    norms (four with q/k norm), one rotation and one attention. Other counts mean that something
+    norms, one rotation and one attention. With q/k norm it has two norms more, or one fused op in
+    the place of these and the rotation. Other counts mean that something
     went around a hook, or twice through it. attention_ours: the kernel is the contract's own text,
     not the engine's FA3.
     """
@@ -96,6 +97,8 @@ def check_hook_calls(
             raise GateClosed(f"rollout rank {rank}: no logits went through the hooks")
         if forwards == 0:
             raise GateClosed(f"rollout rank {rank}: no forward pass went through the hooks")
+        # Counted as what they stand for: the rotation, and the two norms.
+        fused = calls.get("qk_norm_rope", 0) if qk_layernorm else 0
         per_forward = {
             "linear": 2 * layers,
             "row_linear": 2 * layers,
@@ -105,6 +108,8 @@ def check_hook_calls(
             "rms_norm": (4 if qk_layernorm else 2) * layers + 1,
         }
         counted = {name: calls.get(name, 0) for name in per_forward}
+        counted["rope"] += fused
+        counted["rms_norm"] += 2 * fused
         if attention_ours:
             per_forward["attention kernel"] = layers
             counted["attention kernel"] = sum(calls.get(name, 0) for name in _ATTENTION_HOOKS)

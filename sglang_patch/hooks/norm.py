@@ -37,9 +37,9 @@ def forward(
     if place.op not in ("q_norm", "k_norm"):
         # (The rows of those are heads here; `qk_norm` taps them as rows of tokens.)
         # What is normalised is the sum; the trainer has it as one tensor, and so it is compared.
-        state.entering(place.op, stream, place.layer)
+        state.entering(place.op, x if stream is None else stream, place.layer)
         out = state.tap(place.op, out)
-    return out if residual is None else (out, stream)
+    return out if stream is None else (out, stream)
 
 
 def fused(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:

@@ -14,6 +14,7 @@ from .log_softmax.op import (
     segment_statistics,
     temperature_logits,
 )
+from .qk_norm_rope.op import qk_norm_rope
 from .rms_norm.op import rms_norm
 from .rope.op import rope, rope_table
 from .row_linear.matmul_tp_inv import matmul_tp_inv
@@ -35,6 +36,7 @@ __all__ = [
     "linear",
     "log_softmax",
     "matmul_tp_inv",
+    "qk_norm_rope",
     "rms_norm",
     "rope",
     "rope_table",

@@ -20,6 +20,8 @@ _LN2_HIGH = tl.constexpr(0.693359375)
 _LN2_LOW = tl.constexpr(-2.12194440e-4)
 _EXP_MIN = tl.constexpr(-87.33654)
 _EXP_MAX = tl.constexpr(88.37626)
+# The interpreter runs no instruction of a GPU.
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # 1.5 * 2**23: adding and subtracting it leaves the nearest integer, ties to even, below 2**22.
 _ROUND = tl.constexpr(12582912.0)
 
@@ -44,6 +46,52 @@ def exp(x):
     y = tl.where(x < _EXP_MIN, 0.0, y)
     # minimum and maximum drop a NaN, the reference's clamp keeps it.
     return tl.where(x == x, y, x)  # noqa: PLR0124
+
+
+@triton.jit
+def exp_nonpositive(x):
+    """`exp` of numbers not above zero, in fewer instructions; of a NaN something finite."""
+    clamped = tl.maximum(x, _EXP_MIN)
+    shifted = clamped * _LOG2E + _ROUND
+    n = shifted - _ROUND
+    # n * _LN2_HIGH is exact, so that the fused form rounds the same difference once.
+    r = tl.fma(n, -_LN2_HIGH, clamped)
+    r = r - n * _LN2_LOW
+    y = tl.zeros_like(r) + 1.0 / 5040.0
+    y = y * r + 1.0 / 720.0
+    y = y * r + 1.0 / 120.0
+    y = y * r + 1.0 / 24.0
+    y = y * r + 1.0 / 6.0
+    y = y * r + 0.5
+    y = y * r + 1.0
+    y = y * r + 1.0
+    # The low bits of `shifted` are n.
+    power = (shifted.to(tl.int32, bitcast=True) << 23) + (127 << 23)
+    y = y * power.to(tl.float32, bitcast=True)
+    return tl.where(x < _EXP_MIN, 0.0, y)
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + e^-x) of an fp32 block, e = e^-|x|: `1 / (1 + e)` or `e / (1 + e)`, each operation
+    correctly rounded; of a NaN something finite.
+
+    The quotient is an estimate and its exact remainder over the denominator (Markstein, 1990),
+    without the branches of the general division: a denominator from 1 to 2 and a numerator up to
+    1 leave no result out of range. Compared with the general division for every e on a GPU.
+    """
+    e = exp_nonpositive(-tl.abs(x))
+    numerator = tl.where(x >= 0, 1.0, e)
+    denominator = 1.0 + e
+    if _INTERPRETED:
+        inverse = 1.0 / denominator
+    else:
+        inverse = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [denominator], tl.float32, is_pure=True, pack=1
+        )
+    estimate = numerator * inverse
+    remainder = tl.fma(-estimate, denominator, numerator)
+    return tl.fma(remainder, inverse, estimate)
 
 
 @triton.jit
@@ -79,3 +127,19 @@ def pair_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LEVELS: tl.constexpr)
     for level in tl.static_range(LEVELS):
         x = tl.sum(tl.reshape(x, (ROWS, COLUMNS >> (level + 1), 2)), axis=2)
     return tl.reshape(x, (ROWS,))
+
+
+@triton.jit
+def tree_sum(parts, COUNT: tl.constexpr, LEVELS: tl.constexpr):
+    """`elementary.pair_sum` over a tuple of COUNT blocks, COUNT at most 2**LEVELS: neighbours in
+    pairs. An odd one out has zero for a partner, which changes no bit of a sum of squares."""
+    for level in tl.static_range(LEVELS):
+        sums = ()
+        for i in tl.static_range((COUNT + (1 << level) - 1) >> level):
+            if i % 2 == 0:
+                if i + 1 < (COUNT + (1 << level) - 1) >> level:
+                    sums = sums + (parts[i] + parts[i + 1],)  # type: ignore[assignment]
+                else:
+                    sums = sums + (parts[i],)  # type: ignore[assignment]
+        parts = sums
+    return parts[0]

@@ -26,7 +26,9 @@ TOKENS, HEAD, SCORED, PROMPT = STREAMS = ("tokens", "head", "scored", "prompt")
 _STREAM_NUMBERS = {name: number for number, name in enumerate(STREAMS)}
 _STREAMS = {"lm_head": HEAD, "temperature": SCORED, "logprob": SCORED}
 # The trainer widens its embedding and its logits at once, the rollout where it uses them: exactly.
-_WIDENED = frozenset({("embedding", OUTPUT), ("temperature", "input")})
+_WIDENED = frozenset(
+    {("embedding", OUTPUT), ("input_layernorm", "input"), ("temperature", "input")}
+)
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 

@@ -117,3 +117,37 @@ def test_the_attentions_table_says_where_fa3_did_not_run() -> None:
     text = tables.attention({"rows": rows})
     assert "| decode | 128 | 16 x 512 | 0.87 | 1.20 | 12.5 | 7.0 |\n" in text
     assert "| decode | 64 | 16 x 512 |  |  |  |  |\n" in text, "other bits have no speed"
+
+
+def test_the_elementwise_tables_show_what_misses_its_target_and_what_was_wrong() -> None:
+    def row(rows: int, way: str = "forward", **of: float) -> dict[str, object]:
+        return {"op": "silu_mul", "pass": way, "model": "4B", "rows": rows, **of}
+
+    document = {
+        "rows": [
+            row(1, of_copy_bandwidth=0.5, stock_over_ours=1.9),
+            row(
+                2048,
+                of_copy_bandwidth=0.849,
+                stock_over_ours=3.0,
+                ours_launches=1,
+                stock_launches=2,
+            ),
+            row(2048, "backward", wrong=True),
+            row(8192, of_copy_bandwidth=0.85, stock_over_ours=2.0),
+        ]
+    }
+    bandwidth = tables.elementwise_bandwidth(document)
+    assert "| silu_mul, forward | 4B | **0.85** | 0.85 |" in bandwidth
+    assert "| silu_mul, backward | 4B | wrong | — |" in bandwidth and "T=1 " not in bandwidth
+    assert "| silu_mul, forward | 4B | **1.9** | 3.0 | 2.0 |" in tables.elementwise_stock(document)
+    assert "| silu_mul, forward | 1 | 2 |" in tables.elementwise_launches(document)
+
+
+def test_elementwise_counts_every_byte_once() -> None:
+    from benchmarks.elementwise import Case, cases
+
+    assert Case("add_rms_norm", "4B", 10, False).bytes == 10 * 2560 * (2 + 4 + 2 + 4)
+    assert Case("qk_norm_rope", "4B", 10, True).bytes == 10 * 128 * 2 * (3 * 32 + 5 * 8)
+    assert Case("silu_mul", "8B", 3, True).bytes == 3 * 12288 * 2 * (2 + 1 + 2)
+    assert {case.rows for case in cases() if case.backward} == {2048, 8192, 32768}

@@ -157,31 +157,33 @@ def row_linear_bias_on_every_rank(
 
 def norm_weight_before_rounding(
     x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     stream = x.float() if residual is None else x.float() + residual
     mean = elementary.pair_sum(stream * stream) / x.shape[-1]
     scale = 1.0 / elementary.sqrt(mean + eps)
-    return (stream * scale.unsqueeze(-1) * weight.float()).to(BF16), stream
+    out = (stream * scale.unsqueeze(-1) * weight.float()).to(BF16)
+    return out, None if residual is None else stream
 
 
 def norm_of_a_rounded_residual(
     x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     rounded = None if residual is None else residual.to(BF16).float()
     return ops.rms_norm(x, weight, eps, residual=rounded)
 
 
 def norm_by_torch(
     x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     stream = x.float() if residual is None else x.float() + residual
     scale = torch.rsqrt(stream.square().mean(-1, keepdim=True) + eps)
-    return ((stream * scale).to(BF16).float() * weight.float()).to(BF16), stream
+    out = ((stream * scale).to(BF16).float() * weight.float()).to(BF16)
+    return out, None if residual is None else stream
 
 
 def norm_without_its_weight_mean(
     x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Unbiased variance: hidden - 1 in the denominator."""
     out, stream = ops.rms_norm(x, weight, eps, residual=residual)
     factor = ((x.shape[-1] - 1) / x.shape[-1]) ** 0.5
@@ -213,6 +215,43 @@ def rope_fused(q: Tensor, k: Tensor, positions: Tensor, table: Tensor) -> Any:
 
 def rope_with_a_cast_table(q: Tensor, k: Tensor, positions: Tensor, table: Tensor) -> Any:
     return ops.rope(q, k, positions, table.float())
+
+
+def _norm_rope(
+    q: Tensor, k: Tensor, qw: Tensor, kw: Tensor, eps: float, positions: Tensor, table: Tensor,
+    dtype: torch.dtype = BF16,
+) -> Any:  # fmt: skip
+    """The norms' results handed to the rotation in `dtype`."""
+    ops.qk_norm_rope(q, k, qw, kw, eps, positions, table)
+    pair = []
+    for x, w in ((q, qw), (k, kw)):
+        x = x.flatten(1, -2).float()
+        scale = 1.0 / elementary.sqrt(elementary.pair_sum(x * x) / x.shape[-1] + eps)
+        pair.append(((x * scale.unsqueeze(-1)).to(BF16).float() * w.float()).to(dtype))
+    return tuple(t.to(BF16) for t in ops.rope(*pair, positions, table))
+
+
+def qk_norm_rope_without_the_middle_rounding(*arguments: Any) -> Any:
+    return _norm_rope(*arguments, dtype=FP32)
+
+
+def qk_norm_rope_with_one_weight(
+    q: Tensor, k: Tensor, qw: Tensor, kw: Tensor, eps: float, positions: Tensor, table: Tensor
+) -> Any:
+    return ops.qk_norm_rope(q, k, qw, qw, eps, positions, table)
+
+
+def qk_norm_rope_up_to_4096(
+    q: Tensor, k: Tensor, qw: Tensor, kw: Tensor, eps: float, positions: Tensor, table: Tensor
+) -> Any:
+    return ops.qk_norm_rope(q, k, qw, kw, eps, positions.clamp(max=4095), table)
+
+
+def qk_norm_rope_of_neighbouring_heads(q: Tensor, *rest: Any) -> Any:
+    """Takes groups that lie apart for heads side by side."""
+    if q.dim() == 4:
+        q = q.as_strided(q.shape, (q.stride(0), q.shape[2] * q.shape[3], q.stride(2), 1))
+    return ops.qk_norm_rope(q, *rest)
 
 
 def silu_rounded_twice(gate_up: Tensor) -> Tensor:
@@ -378,6 +417,10 @@ MUTATIONS = (
     Mutation("rope", "order", "rope", rope_up_to_4096),
     Mutation("rope", "value", "rope", rope_up_to_4096),
     Mutation("rope", "dtypes", "rope", rope_with_a_cast_table),
+    Mutation("qk_norm_rope", "order", "qk_norm_rope", qk_norm_rope_without_the_middle_rounding),
+    Mutation("qk_norm_rope", "order", "qk_norm_rope", qk_norm_rope_with_one_weight),
+    Mutation("qk_norm_rope", "value", "qk_norm_rope", qk_norm_rope_up_to_4096),
+    Mutation("qk_norm_rope", "shapes", "qk_norm_rope", qk_norm_rope_of_neighbouring_heads),
     Mutation("attention", "order", "attention", attention_by_torch),
     Mutation("attention", "value", "attention", attention_without_its_scale),
     Mutation("attention", "phases", "attention", attention_other_kernel_for_decode),

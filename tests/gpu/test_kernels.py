@@ -43,7 +43,12 @@ def registered() -> dict[str, tuple[str, tuple[Any, ...]]]:
     logits = random(5, 512, seed=33, dtype=torch.float32).cuda()
     totals = random(5, 8, seed=34, dtype=torch.float32).abs().cuda() + 1.0
     return {
-        "rms_norm": ("rms_norm", (x, weight[0], x.float(), 1e-6)),
+        "rms_norm": ("rms_norm", (x, weight[0], 1e-6)),
+        "add_rms_norm": ("rms_norm", (x, weight[0], x.float(), 1e-6)),
+        "qk_norm_rope": (
+            "qk_norm_rope",
+            (heads, heads[:, :2], heads[0, 0], heads[0, 1], 1e-6, positions, table),
+        ),
         "rope": ("rope", (heads, heads[:, :2], positions, table)),
         "silu_mul": ("silu_mul", (x,)),
         "linear": ("linear", (x, weight, weight[:, 0].contiguous(), "float32")),

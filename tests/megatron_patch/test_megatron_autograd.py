@@ -10,6 +10,7 @@ import torch
 from megatron_models import V1, V2
 
 from megatron_patch import autograd, ops
+from megatron_patch.autograd import HeadLayout
 from megatron_patch.autograd.products import block_count, op_calls, parameter_gradient, tree
 from megatron_patch.schema import row_reduction, vocabulary_segments
 
@@ -33,6 +34,20 @@ def _row_linear(contract: str, rollout_tp: int) -> Callable[..., Any]:
 def _rope(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     table = ops.rope_table(4, 16, 100.0).double()
     return autograd.rope(q, k, torch.tensor([0, 3, 9]), table)
+
+
+LAYOUT = HeadLayout(groups=2, per_group=2, dim=4, first=0, owned=2)
+SHARED = HeadLayout(groups=1, per_group=4, dim=4, first=1, owned=2)
+
+
+def _qk_norm_rope(layout: HeadLayout) -> Callable[..., Any]:
+    table, positions = ops.rope_table(4, 16, 100.0), torch.tensor([0, 3, 9])
+
+    def call(mixed: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        wide = table.double() if mixed.dtype == F64 else table
+        return autograd.qk_norm_rope(mixed, q, k, 1e-5, positions, wide, layout)
+
+    return call
 
 
 def _logprob(contract: str) -> Callable[..., Any]:
@@ -69,6 +84,18 @@ CASES: dict[str, tuple[Callable[..., Any], list[torch.Tensor]]] = {
         lambda x, r, w: autograd.add_rms_norm(x, r, w, 1e-5),
         [draw(4, 6), draw(4, 6, seed=1), draw(6, seed=2, shift=1.5)],
     ),
+    "stream_rms_norm": (
+        lambda x, w: autograd.stream_rms_norm(x, w, 1e-5),
+        [draw(4, 6), draw(6, seed=1, shift=1.5)],
+    ),
+    "qk_norm_rope": (
+        _qk_norm_rope(LAYOUT),
+        [draw(3, 32), draw(4, seed=1, shift=1.5), draw(4, seed=2, shift=1.5)],
+    ),
+    "qk_norm_rope-shared": (
+        _qk_norm_rope(SHARED),
+        [draw(3, 24), draw(4, seed=1, shift=1.5), draw(4, seed=2, shift=1.5)],
+    ),
     "rope": (_rope, [draw(3, 2, 4), draw(3, 1, 4, seed=1)]),
     "silu_mul": (autograd.silu_mul, [draw(3, 8)]),
     "attention": (
@@ -102,10 +129,10 @@ def test_gradcheck_notices_a_wrong_gradient() -> None:
 
         @staticmethod
         def backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
-            from megatron_patch.autograd.rms_norm import _gradients
+            from megatron_patch.autograd.rms_norm import gradients
 
             x, w = ctx.saved_tensors
-            return _gradients(x, w, 1e-5, g * w)[0], None
+            return gradients(x, w, 1e-5, g * w)[0], None
 
     x = draw(3, 4).requires_grad_()
     w = draw(4, seed=1, shift=1.5)

@@ -50,9 +50,11 @@ def assert_path_ran(results: list[dict[str, Any]], name: str, layout: Any, path:
         calls = result["readback"]["op_calls"]
         assert calls[f"row_linear:{path}"] == 2 * layers * micro_batches
         assert calls["attention"] == layers * micro_batches
-        norms = 4 if SHAPES[name].qk_layernorm else 2
         last = result["readback"]["pp_rank"] == pp - 1
-        assert calls["rms_norm"] == (norms * layers + last) * micro_batches, rank
+        assert calls["rms_norm"] == (2 * layers + last) * micro_batches, rank
+        qk_norm = SHAPES[name].qk_layernorm
+        for op, ran in (("qk_norm_rope", qk_norm), ("rope", not qk_norm)):
+            assert calls.get(op, 0) == (layers * micro_batches if ran else 0), (rank, op)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: "tp{}-pp{}-cp{}".format(*x))

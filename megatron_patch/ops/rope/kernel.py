@@ -10,6 +10,7 @@ import triton.language as tl
 
 from ..elementary_kernel import UNFUSED
 from ..formats import require
+from ..launch import launch
 
 # Eight heads of 128 are one vector load of 16 bytes a thread for four warps; a token's cosines and
 # sines are then read once for eight heads.
@@ -82,10 +83,29 @@ def launch_rope(
     blocks = triton.cdiv(query_heads, _HEADS) + triton.cdiv(key_heads, _HEADS)
     if tokens == 0 or blocks == 0:
         return query_out, key_out
-    rope_kernel[(tokens, blocks)](
-        query, key, query_out, key_out, positions, table, query_heads, key_heads,
-        *query.stride(), *key.stride(), positions.stride(0), head_dim,
-        HALF=head_dim // 2, HEADS=_HEADS, COLUMNS=triton.next_power_of_2(head_dim // 2),
-        num_warps=_WARPS, **UNFUSED,
-    )  # fmt: skip
+    launch(
+        rope_kernel,
+        (tokens, blocks),
+        (
+            query,
+            key,
+            query_out,
+            key_out,
+            positions,
+            table,
+            query_heads,
+            key_heads,
+            *query.stride(),
+            *key.stride(),
+            positions.stride(0),
+            head_dim,
+        ),
+        {
+            "HALF": head_dim // 2,
+            "HEADS": _HEADS,
+            "COLUMNS": triton.next_power_of_2(head_dim // 2),
+            "num_warps": _WARPS,
+            **UNFUSED,
+        },
+    )
     return query_out, key_out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..formats import NAMESPACE, accumulator_dtype, require
+from ..formats import NAMESPACE, accumulator_dtype, eager_on_gpu, require
 from . import reference
 
 
@@ -70,4 +70,8 @@ def rope(
         positions.shape == query.shape[:1],
         f"rope: positions {tuple(positions.shape)} must be [{query.shape[0]}]",
     )
+    if eager_on_gpu(query):
+        from .kernel import launch_rope
+
+        return launch_rope(query, key, positions, table)
     return _rope(query, key, positions, table)

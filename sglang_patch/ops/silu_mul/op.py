@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..formats import NAMESPACE, require
+from ..formats import NAMESPACE, eager_on_gpu, require
 from . import reference
 
 
@@ -35,4 +35,8 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
         gate_up.shape[-1] % 2 == 0,
         f"silu_mul: last dimension {gate_up.shape[-1]} must hold gate and up, so be even",
     )
+    if eager_on_gpu(gate_up):
+        from .kernel import launch_silu_mul
+
+        return launch_silu_mul(gate_up)
     return _silu_mul(gate_up)

@@ -1,10 +1,10 @@
-"""Make Triton's interpreter right in bf16, and its `tl.dot` one written order.
+"""Make Triton's interpreter right in bf16 and `tl.fma`, and its `tl.dot` one written order.
 
 The interpreter of Triton 3.6 stores bf16 as uint16: it truncates fp32 -> bf16 instead of rounding,
-and multiplies the raw integers in `tl.dot`. Both are repaired here for tests, with PyTorch's
-conversion. The repaired dot adds to its accumulator over increasing k, multiply and add rounded
-separately, which is the reference's order: so kernels can be compared with the reference bit for
-bit.
+and multiplies the raw integers in `tl.dot`; its fused multiply-add rounds twice. All are repaired
+here for tests, the first with PyTorch's conversion. The repaired dot adds to its accumulator over
+increasing k, multiply and add rounded separately, which is the reference's order: so kernels can be
+compared with the reference bit for bit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,15 @@ def _dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, imprecise: Any
     return TensorHandle(accumulator, d.dtype.scalar)
 
 
+def _fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+    # An fp64 product of fp32 numbers is exact; its sum is rounded to fp64 first, which moves the
+    # fp32 result in one case of 2**29.
+    wide = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
+    return TensorHandle(wide.astype(np.float32), z.dtype.scalar)
+
+
 def install() -> None:
-    """Replace the two methods for this process."""
+    """Replace the methods for this process."""
+    InterpreterBuilder.create_fma = _fma
     InterpreterBuilder.cast_impl = _cast
     InterpreterBuilder.create_dot = _dot

@@ -215,7 +215,7 @@ def test_launchers_refuse_with_the_numbers() -> None:
     with pytest.raises(ValueError, match="12 leaves with runs of 4"):
         launch_row_linear_partial(x, weight, 12, 4, BF16)
     with pytest.raises(ValueError, match="float64"):
-        launch_rms_norm(x.double(), weight[0].double(), None, 1e-6)
+        launch_rms_norm(x.double(), weight[0].double(), 1e-6)
     with pytest.raises(ValueError, match="float64"):
         launch_silu_mul(x.double())
     with pytest.raises(ValueError, match="bfloat16"):
@@ -231,7 +231,7 @@ def test_empty_inputs_give_empty_outputs() -> None:
     x, weight = random(0, 128, seed=31), random(3, 128, seed=32)
     assert launch_linear(x, weight, None, BF16).shape == (0, 3)
     assert launch_row_linear_partial(x, weight, 1, 1, BF16).shape == (0, 3)
-    assert launch_rms_norm(x, weight[0], None, 1e-6)[0].shape == (0, 128)
+    assert launch_rms_norm(x, weight[0], 1e-6).shape == (0, 128)
     assert launch_silu_mul(x).shape == (0, 64)
     assert launch_segment_statistics(x.float(), 128, 1, [128])[0].shape == (0, 1)
 

@@ -33,7 +33,7 @@ def _integers(*names: str) -> dict[str, str]:
 
 
 EXACT: dict[str, tuple[str, str, dict[str, str], dict[str, Any]]] = {
-    f"rms_norm-{hidden}": (
+    f"rms_norm-{hidden}-{chunks}": (
         "rms_norm",
         "rms_norm_kernel",
         {
@@ -46,10 +46,25 @@ EXACT: dict[str, tuple[str, str, dict[str, str], dict[str, Any]]] = {
             **_integers("rows", "x_stride", "residual_stride"),
         },
         {"HIDDEN": hidden, "HAS_RESIDUAL": True, "ROWS": rows, "COLUMNS": 1 << levels}
-        | {"LEVELS": levels},
+        | {"LEVELS": levels, "CHUNKS": chunks, "CHUNK_LEVELS": (chunks - 1).bit_length()},
     )
-    for hidden, rows, levels in ((128, 16, 7), (2560, 1, 12))
+    for hidden, rows, levels, chunks in ((128, 16, 7, 1), (2560, 1, 11, 2), (2560, 1, 8, 10))
 }
+EXACT["qk_norm_rope"] = (
+    "qk_norm_rope",
+    "qk_norm_rope_kernel",
+    {
+        **dict.fromkeys(("query_ptr", "key_ptr", "query_out_ptr", "key_out_ptr"), "*bf16"),
+        **dict.fromkeys(("query_weight_ptr", "key_weight_ptr"), "*fp32"),
+        "positions_ptr": "*i64",
+        "table_ptr": "*fp32",
+        "eps": "fp32",
+        **_integers("query_token_stride", "query_group_stride", "query_head_stride"),
+        **_integers("key_token_stride", "key_head_stride", "positions_stride"),
+    },
+    {"QUERY_HEADS": 32, "PER_GROUP": 4, "KEY_HEADS": 8, "QUERY_ROWS": 16, "KEY_ROWS": 8}
+    | {"HALF": 64, "LEVELS": 6, "TOGETHER": True},
+)
 EXACT["rope"] = (
     "rope",
     "rope_kernel",
@@ -66,8 +81,8 @@ EXACT["rope"] = (
 EXACT["silu_mul"] = (
     "silu_mul",
     "silu_mul_kernel",
-    {"gate_up_ptr": "*bf16", "out_ptr": "*bf16", **_integers("width", "row_stride")},
-    {"COLUMNS": 1024},
+    {"gate_up_ptr": "*bf16", "out_ptr": "*bf16", **_integers("rows", "width", "row_stride")},
+    {"ROWS": 1, "COLUMNS": 1024, "EVEN": True},
 )
 EXACT["segment_statistics"] = (
     "log_softmax",
@@ -93,17 +108,23 @@ def test_exact_kernels_round_every_operation(case: str, target: str) -> None:
     ptx = compile_ptx(kernel(op, name), types, constants, TARGETS[target], **UNFUSED)
     used = instructions(ptx)
     # `mul.f32` without `.rn` may be fused into an add by the assembler, `mul.rn.f32` may not.
+    # The fused ones of the sigmoid are written: an exact product, and an exact remainder.
+    written = {"fma.rn.f32", "rcp.approx.ftz.f32"} if case == "silu_mul" else set()
+    if written:
+        elements = constants["ROWS"] * constants["COLUMNS"] // (32 * 4)
+        assert {ptx.count(i) for i in written} == {3 * elements, elements}
+    used -= written
     inexact = {i for i in used if i.startswith(("fma.", "ex2.", "lg2.", "rcp.", "rsqrt."))}
     inexact |= used & {"mul.f32", "add.f32", "sub.f32", "div.full.f32", "sqrt.approx.f32"}
     inexact |= {i for i in used if ".ftz" in i or ".approx" in i}
     assert not inexact
     assert "mul.rn.f32" in used
-    if case.startswith("rms_norm"):
+    if case.startswith(("rms_norm", "qk_norm")):
         assert {"div.rn.f32", "sqrt.rn.f32"} <= used
 
 
 def test_without_the_launch_option_multiplies_are_fused() -> None:
-    op, name, types, constants = EXACT["silu_mul"]
+    op, name, types, constants = EXACT["rope"]
     used = instructions(compile_ptx(kernel(op, name), types, constants, HOPPER))
     assert "fma.rn.f32" in used, "the check above would see a fused multiply-add"
 

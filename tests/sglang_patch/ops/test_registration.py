@@ -14,14 +14,30 @@ HEADS = random(5, 4, 32, seed=3)
 LOGITS = random(5, 500, seed=4, dtype=FP32)
 STATISTICS = random(5, 8, seed=5, dtype=FP32).abs() + 1.0
 NORM = random(64, seed=6)
+QK_NORMS = random(2, 32, seed=7).unbind()
 
 CASES = {
     "attention": ("attention", (HEADS, HEADS[:, :2], HEADS[:, 2:], [2, 3], [2, 3], 0.2)),
     "linear": ("linear", (X, WEIGHT, WEIGHT[:, 0].contiguous(), "float32")),
     "linear strided": ("linear", (X[:, ::2], WEIGHT[:, 128:], None, "bfloat16")),
-    "rms_norm": ("rms_norm", (X, WEIGHT[0], X.float(), 1e-6)),
-    "rms_norm fp32": ("rms_norm", (X.float(), WEIGHT[0], None, 1e-6)),
-    "rms_norm transposed": ("rms_norm", (X.view(5, 4, 64).transpose(0, 1), NORM, None, 1e-6)),
+    "add_rms_norm": ("add_rms_norm", (X, WEIGHT[0], X.float(), 1e-6)),
+    "rms_norm fp32": ("rms_norm", (X.float(), WEIGHT[0], 1e-6)),
+    "rms_norm transposed": ("rms_norm", (X.view(5, 4, 64).transpose(0, 1), NORM, 1e-6)),
+    "qk_norm_rope": (
+        "qk_norm_rope",
+        (HEADS, HEADS[:, :2], *QK_NORMS, 1e-6, torch.arange(5), rope_table(32, 8, 1e6)),
+    ),
+    "qk_norm_rope grouped": (
+        "qk_norm_rope",
+        (
+            X.view(5, 2, 4, 32)[:, :, :2],
+            X.view(5, 2, 4, 32)[:, :, 2],
+            *QK_NORMS,
+            1e-6,
+            torch.arange(5),
+            rope_table(32, 8, 1e6),
+        ),
+    ),
     "rope": ("rope", (HEADS, HEADS[:, :2], torch.arange(5), rope_table(32, 8, 1e6))),
     "rope transposed": (
         "rope",

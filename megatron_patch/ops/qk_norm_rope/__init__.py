@@ -1,0 +1,1 @@
+"""The norm of every query and key head and its rotary position embedding, in one launch."""
