@@ -24,6 +24,7 @@ __all__ = [
     "calls",
     "entering",
     "flip",
+    "observed",
     "parse_fault",
     "set_fault",
     "tap",
@@ -57,6 +58,13 @@ def set_log(log: TapLog | None) -> None:
 def active_log() -> TapLog | None:
     """The record in progress, or None."""
     return _log
+
+
+def observed(*ops: str) -> bool:
+    """Whether the results of these ops, outside the layers, are recorded or faulty: they must then
+    exist, whole, between one op and the next."""
+    faulty = _fault is not None and _fault.layer is None and _fault.op in ops
+    return _log is not None or faulty
 
 
 class _Flip(torch.autograd.Function):

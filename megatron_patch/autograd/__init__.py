@@ -8,20 +8,21 @@ fp32, and parameter gradients go to megatron's fp32 `main_grad` without passing 
 from .attention import attention
 from .embedding import embedding
 from .linear import linear
-from .logprob import token_logprobs
+from .logprob import HeadSettings, head_logprobs
 from .rms_norm import add_rms_norm, rms_norm
 from .rope import rope
 from .row_linear import row_linear
 from .silu_mul import silu_mul
 
 __all__ = [
+    "HeadSettings",
     "add_rms_norm",
     "attention",
     "embedding",
+    "head_logprobs",
     "linear",
     "rms_norm",
     "rope",
     "row_linear",
     "silu_mul",
-    "token_logprobs",
 ]

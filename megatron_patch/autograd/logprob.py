@@ -1,100 +1,265 @@
-"""From logits to the logprob of given tokens, without a full row of the vocabulary per rank."""
+"""The lm_head, temperature, log-softmax and gather as one function whose logits never exist whole.
+
+Forward and backward go over the rows of hidden states in chunks, and over the columns of the
+vocabulary in blocks (a contract's segments). Of a chunk's logits a few numbers a row are kept; they
+are made again in backward, where one kernel turns them into their gradient.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .. import ops
-from ..faults import tap_value
+from .. import faults, ops
+from ..faults import entering, tap_value
 from ..function import apply
 from ..ops import RankGroup, gather_ranks
 from ..ops.formats import accumulator_dtype
 from ..schema import VocabularySegments
-from .products import op_calls
+from .chunks import Chunk, chunk
+from .products import (
+    accumulate,
+    block_count,
+    op_calls,
+    operand,
+    parameter_gradient,
+    product,
+    tree,
+)
 
 
-def _normaliser_of_segments(
-    scaled: torch.Tensor, vocabulary: VocabularySegments, ranks: RankGroup
-) -> torch.Tensor:
-    """Log-sum-exp of each row from every rank's own segments; [rows, columns] -> [rows]."""
-    count = vocabulary.num_segments // ranks.size
-    statistics = ops.segment_statistics(scaled, vocabulary, ranks.rank * count, count)
-    largest, total = (torch.cat(gather_ranks(x, ranks), dim=-1) for x in statistics)
-    return ops.combine_segments(largest, total)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSettings:
+    """What the head computes, and in what memory.
+
+    order: the contract's `segments` or `gather`; out_dtype: of the logits, `float32` or `bfloat16`;
+    memory_bytes: what the logits, their gradient and the sums made of them may take, at least one
+    row's.
+    """
+
+    vocabulary: VocabularySegments
+    order: str
+    out_dtype: str
+    ranks: RankGroup = RankGroup()
+    memory_bytes: int = 256 << 20
+    entropy: bool = False
 
 
-def _normaliser_of_rows(
-    scaled: torch.Tensor, vocabulary: VocabularySegments, ranks: RankGroup
-) -> torch.Tensor:
-    """Log-sum-exp of each row, its shards gathered and cut to the real vocabulary first."""
-    rows = torch.cat(gather_ranks(scaled, ranks), dim=-1)[:, : vocabulary.vocab_size]
-    statistics = ops.segment_statistics(rows, vocabulary, 0, vocabulary.num_segments)
-    return ops.combine_segments(*statistics)
+def _observed() -> bool:
+    return faults.observed("lm_head", "temperature")
 
 
-class _TokenLogprobs(torch.autograd.Function):
+def _spans(total: int, step: int) -> list[slice]:
+    """Consecutive ranges of at most `step`; one, empty, of nothing."""
+    return [slice(start, min(start + step, total)) for start in range(0, max(1, total), step)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """The local weight, cut into equal blocks of columns of the logits."""
+
+    settings: HeadSettings
+    weight: torch.Tensor
+    temperature: torch.Tensor
+
+    @property
+    def columns(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def first(self) -> int:
+        """This rank's first column of the padded vocabulary."""
+        return self.settings.ranks.rank * self.columns
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of this rank, the same for the whole vocabulary at every degree."""
+        size = self.settings.ranks.size
+        return block_count(self.columns * size, size) // size
+
+    @property
+    def width(self) -> int:
+        return self.columns // self.blocks
+
+    def of(self, rows: slice) -> torch.Tensor:
+        """The temperature of these rows."""
+        return self.temperature[rows] if self.temperature.dim() else self.temperature
+
+    def logits(self, x: torch.Tensor, blocks: slice) -> torch.Tensor:
+        w = self.weight[blocks.start * self.width : blocks.stop * self.width]
+        return ops.linear(x, w, out_dtype=self.settings.out_dtype)
+
+    def forward_chunk(self, rows: int) -> Chunk:
+        size = self.settings.ranks.size
+        logit = 8 if self.weight.dtype == torch.float64 else 4
+        if self.settings.order == "segments" and not _observed():
+            return chunk(
+                rows,
+                self.blocks,
+                row_bytes=0,
+                block_bytes=logit * self.width,
+                memory_bytes=self.settings.memory_bytes,
+            )
+        # Local rows whole: as they are, scaled, and with every rank's shard beside and behind it.
+        each = logit * self.columns * (2 if self.settings.order == "segments" else 2 + 2 * size)
+        fits = chunk(rows, 1, row_bytes=each, block_bytes=0, memory_bytes=self.settings.memory_bytes)
+        return Chunk(fits.rows, self.blocks)
+
+    def backward_chunk(self, rows: int, hidden: int) -> Chunk:
+        logit = 8 if self.weight.dtype == torch.float64 else 4
+        # The input's gradient: a leaf, up to three waiting ones and a sum; then every rank's.
+        sums = logit * hidden * (5 + self.settings.ranks.size)
+        return chunk(
+            rows,
+            self.blocks,
+            row_bytes=sums,
+            block_bytes=(logit + self.weight.element_size()) * self.width,
+            memory_bytes=self.settings.memory_bytes,
+        )
+
+    def statistics(
+        self, x: torch.Tensor, targets: torch.Tensor, rows: slice, blocks: slice
+    ) -> tuple[torch.Tensor, ...]:
+        """(largest, total, chosen, weighted) of some rows' segments among these blocks, or of all
+        segments where the contract gathers the shards first."""
+        settings = self.settings
+        entering(None, "lm_head", x)
+        logits = tap_value(None, "lm_head", self.logits(x, blocks))
+        entering(None, "temperature", logits)
+        temperature: torch.Tensor | None = self.of(rows)
+        if _observed():
+            logits = ops.temperature_logits(logits, self.of(rows))
+            temperature = None
+        logits = tap_value(None, "temperature", logits)
+        vocabulary = settings.vocabulary
+        if settings.order == "gather":
+            shards = gather_ranks(logits, settings.ranks)
+            logits = shards[0] if len(shards) == 1 else torch.cat(shards, dim=-1)
+            first, count = 0, vocabulary.num_segments
+        else:
+            first = settings.ranks.rank * self.blocks + blocks.start
+            count = blocks.stop - blocks.start
+            assert vocabulary.width == self.width, (vocabulary, self.width)
+        return ops.token_statistics(
+            logits, temperature, targets, vocabulary, first, count, entropy=settings.entropy
+        )
+
+
+class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        logits: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
         targets: torch.Tensor,
         temperature: torch.Tensor,
-        vocabulary: VocabularySegments,
-        order: str,
-        ranks: RankGroup,
-    ) -> torch.Tensor:
-        op_calls[f"log_softmax:{order}"] += 1
-        columns = logits.shape[1]
-        first = ranks.rank * columns
-        scaled = ops.temperature_logits(logits, temperature)
-        scaled = tap_value(None, "temperature", scaled)
-        normalise = _normaliser_of_segments if order == "segments" else _normaliser_of_rows
-        normaliser = normalise(scaled, vocabulary, ranks)
-        local = (targets - first).clamp(0, columns - 1)
-        chosen = scaled.gather(1, local.unsqueeze(1)).squeeze(1)
-        if ranks.size > 1:
-            parts = torch.stack(gather_ranks(chosen, ranks))
-            owner = targets.div(columns, rounding_mode="floor")
-            chosen = parts[owner, torch.arange(targets.shape[0], device=targets.device)]
-        ctx.save_for_backward(logits, targets, temperature, normaliser)
-        ctx.first, ctx.vocab_size = first, vocabulary.vocab_size
-        return chosen - normaliser
+        settings: HeadSettings,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        op_calls[f"log_softmax:{settings.order}"] += 1
+        head = _Head(settings, weight, temperature)
+        at_once = head.forward_chunk(x.shape[0])
+        parts = [
+            [
+                head.statistics(x[rows], targets[rows], rows, blocks)
+                for blocks in _spans(head.blocks, at_once.blocks)
+            ]
+            for rows in _spans(x.shape[0], at_once.rows)
+        ]
+        # Blocks beside each other, then rows below each other: [rows, segments] each.
+        largest, total, chosen, weighted = (
+            torch.cat([torch.cat([block[i] for block in row], dim=1) for row in parts])
+            for i in range(4)
+        )
+        owner = torch.zeros_like(targets)
+        if settings.order == "segments":
+            owner = targets.div(settings.vocabulary.width, rounding_mode="floor")
+            used = [largest, total, chosen] + ([weighted] if settings.entropy else [])
+            gathered = torch.cat(gather_ranks(torch.stack(used), settings.ranks), dim=-1)
+            largest, total, chosen = gathered[:3].unbind(0)
+            weighted = gathered[-1]
+        normaliser = ops.combine_segments(largest, total)
+        entropy = None
+        if settings.entropy:
+            entropy = ops.combine_entropy(largest, total, weighted)
+            ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(x, weight, targets, temperature, normaliser)
+        ctx.settings = settings
+        return chosen.gather(1, owner.unsqueeze(1)).squeeze(1) - normaliser, entropy
 
     @staticmethod
-    def backward(ctx: Any, out_gradient: torch.Tensor) -> tuple[Any, ...]:
-        logits, targets, temperature, normaliser = ctx.saved_tensors
-        wide = accumulator_dtype(logits.dtype)
-        columns = logits.shape[1]
-        scaled = ops.temperature_logits(logits, temperature)
-        gradient = out_gradient.to(wide).unsqueeze(1)
-        dscaled = -torch.exp(scaled - normaliser.unsqueeze(1)) * gradient
-        local = targets - ctx.first
-        owned = ((local >= 0) & (local < columns)).to(wide).unsqueeze(1)
-        # One index a row, so that nothing is added in an order of the hardware's choosing.
-        index = local.clamp(0, columns - 1).unsqueeze(1)
-        dscaled.scatter_(1, index, dscaled.gather(1, index) + gradient * owned)
-        # Padding columns are in no softmax, so nothing flows into their rows of the table.
-        dscaled[:, max(0, ctx.vocab_size - ctx.first) :] = 0.0
-        dlogits = (dscaled / temperature.to(wide)).to(logits.dtype)
-        return dlogits, None, None, None, None, None
+    def backward(ctx: Any, out_gradient: torch.Tensor, _: Any) -> tuple[Any, ...]:
+        x, weight, targets, temperature, normaliser = ctx.saved_tensors
+        settings: HeadSettings = ctx.settings
+        head = _Head(settings, weight, temperature)
+        gradient = out_gradient.to(accumulator_dtype(weight.dtype)).contiguous()
+        at_once = head.backward_chunk(*x.shape)
+        dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+
+        def one_chunk(rows: slice, dweight: torch.Tensor | None) -> None:
+            held: list[torch.Tensor] = []
+            flat = operand(x[rows])
+
+            def leaf(block: int) -> torch.Tensor:
+                within = block % at_once.blocks
+                if within == 0:
+                    held.clear()
+                    blocks = slice(block, block + at_once.blocks)
+                    held.append(
+                        ops.logits_gradient(
+                            head.logits(x[rows], blocks),
+                            head.of(rows),
+                            targets[rows],
+                            normaliser[rows],
+                            gradient[rows],
+                            first_column=head.first + block * head.width,
+                            vocab_size=settings.vocabulary.vocab_size,
+                            out_dtype=weight.dtype,
+                        )
+                    )
+                dy = operand(held[0][:, within * head.width : (within + 1) * head.width])
+                mine = slice(block * head.width, (block + 1) * head.width)
+                if dweight is not None:
+                    accumulate(dweight[mine], dy.t(), flat)
+                if dx is None:
+                    return dy.new_zeros(())
+                return product(dy, operand(weight[mine]))
+
+            total = tree(head.blocks, leaf)
+            if dx is not None:
+                dx[rows] = ops.tree_all_reduce(total, settings.ranks).to(x.dtype)
+
+        def all_chunks(dweight: torch.Tensor | None) -> None:
+            for rows in _spans(x.shape[0], at_once.rows):
+                one_chunk(rows, dweight)
+
+        dweight = None
+        if ctx.needs_input_grad[1]:
+            dweight = parameter_gradient(weight, all_chunks)
+        else:
+            all_chunks(None)
+        return dx, dweight, None, None, None
 
 
-def token_logprobs(
-    logits: torch.Tensor,
+def head_logprobs(
+    x: torch.Tensor,
+    weight: torch.Tensor,
     targets: torch.Tensor,
     temperature: torch.Tensor,
-    *,
-    vocabulary: VocabularySegments,
-    order: str,
-    ranks: RankGroup = RankGroup(),
-) -> torch.Tensor:
-    """Logprobs of `targets` under softmax(logits / temperature), the same on every rank.
+    settings: HeadSettings,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Logprobs of `targets` under softmax(x @ weight.T / temperature), the same on every rank.
 
-    logits: [rows, columns] as the lm_head left them, this rank's equal share of the padded table;
-    targets: [rows] int64, real token ids; temperature: fp32, a scalar tensor or [rows, 1]; order:
-    the contract's `segments` or `gather`. Returns [rows] fp32. The loss after it is computed on
+    x: [rows, hidden] bf16, the same on every rank; weight: [columns, hidden] bf16, this rank's
+    equal share of the padded table; targets: [rows] int64, real token ids; temperature: fp32, a
+    scalar tensor or [rows, 1]. Returns ([rows] fp32, with `settings.entropy` the entropy of each
+    row's softmax in nats, [rows] fp32 without a gradient, otherwise None). No bit of them depends
+    on the chunk.
+
+    Backward: the gradients of the logits are rounded to x's dtype, as every other activation's;
+    the table's is added to fp32 chunk by chunk, the input's is summed over the ranks in fp32 as one
+    tree over blocks of the padded vocabulary and rounded once. The loss after it is computed on
     every rank, so each rank's gradient is its own columns', with no sum over ranks.
     """
-    return apply(_TokenLogprobs, logits, targets, temperature, vocabulary, order, ranks)
+    return apply(_HeadLogprobs, x, weight, targets, temperature, settings)

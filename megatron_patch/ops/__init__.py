@@ -9,11 +9,14 @@ torch.library namespace is the name of the package that holds the copy.
 from .attention.op import attention
 from .linear.op import linear
 from .log_softmax.op import (
+    combine_entropy,
     combine_segments,
     log_softmax,
     segment_statistics,
     temperature_logits,
+    token_statistics,
 )
+from .logits_gradient.op import logits_gradient
 from .rms_norm.op import rms_norm
 from .rope.op import rope, rope_table
 from .row_linear.op import combine_partials, row_linear, row_linear_partial
@@ -23,11 +26,13 @@ from .tree_all_reduce.op import RankGroup, gather_ranks, tree_all_reduce
 __all__ = [
     "RankGroup",
     "attention",
+    "combine_entropy",
     "combine_partials",
     "combine_segments",
     "gather_ranks",
     "linear",
     "log_softmax",
+    "logits_gradient",
     "rms_norm",
     "rope",
     "rope_table",
@@ -36,5 +41,6 @@ __all__ = [
     "segment_statistics",
     "silu_mul",
     "temperature_logits",
+    "token_statistics",
     "tree_all_reduce",
 ]
