@@ -30,7 +30,8 @@ bf16_interpreter.install()
 _REGISTERED = {
     "attention": ["attention"],
     "linear": ["linear"],
-    "log_softmax": ["segment_statistics", "combine_segments"],
+    "log_softmax": ["segment_statistics", "token_statistics", "combine_segments", "log_softmax"],
+    "logits_gradient": ["logits_gradient"],
     "rms_norm": ["rms_norm"],
     "rope": ["rope"],
     "row_linear": ["row_linear_partial"],
