@@ -90,6 +90,11 @@ def resolve(args: LaunchArgs, environ: Mapping[str, str] = os.environ) -> Launch
         num_gpus=num_gpus,
         colocate=settings.cluster.colocate,
     )
+    if contract == CONTRACT_OFF and settings.train.entropy:
+        raise ValueError(
+            "train.entropy=true with contract off: stock layers report none; name a contract, or "
+            "leave it out"
+        )
     if device == "cuda" and contract != CONTRACT_OFF:
         check_gpu_attention(profile)
     policy = kernel_policy(contract, profile, layout, segments, device)

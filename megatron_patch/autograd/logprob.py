@@ -16,7 +16,7 @@ from .. import faults, ops
 from ..faults import entering, tap_value
 from ..function import apply
 from ..ops import RankGroup, gather_ranks
-from ..ops.formats import accumulator_dtype
+from ..ops.formats import accumulator_dtype, rounded_dtype
 from ..schema import VocabularySegments
 from .chunks import Chunk, chunk
 from .products import (
@@ -91,31 +91,31 @@ class _Head:
         w = self.weight[blocks.start * self.width : blocks.stop * self.width]
         return ops.linear(x, w, out_dtype=self.settings.out_dtype)
 
+    @property
+    def logit_bytes(self) -> int:
+        return rounded_dtype(self.weight.dtype, self.settings.out_dtype).itemsize
+
     def forward_chunk(self, rows: int) -> Chunk:
-        size = self.settings.ranks.size
-        logit = 8 if self.weight.dtype == torch.float64 else 4
-        if self.settings.order == "segments" and not _observed():
-            return chunk(
-                rows,
-                self.blocks,
-                row_bytes=0,
-                block_bytes=logit * self.width,
-                memory_bytes=self.settings.memory_bytes,
-            )
-        # Local rows whole: as they are, scaled, and with every rank's shard beside and behind it.
-        each = logit * self.columns * (2 if self.settings.order == "segments" else 2 + 2 * size)
-        fits = chunk(rows, 1, row_bytes=each, block_bytes=0, memory_bytes=self.settings.memory_bytes)
+        memory, size, observed = self.settings.memory_bytes, self.settings.ranks.size, _observed()
+        if self.settings.order == "segments" and not observed:
+            each = self.logit_bytes * self.width
+            return chunk(rows, self.blocks, row_bytes=0, block_bytes=each, memory_bytes=memory)
+        # Whole local rows; observed, also divided and with a fault; all ranks' shards, joined.
+        each = self.logit_bytes + (8 if observed else 0)
+        if self.settings.order == "gather" and size > 1:
+            each += 2 * size * (4 if observed else self.logit_bytes)
+        each *= self.columns
+        fits = chunk(rows, 1, row_bytes=each, block_bytes=0, memory_bytes=memory)
         return Chunk(fits.rows, self.blocks)
 
     def backward_chunk(self, rows: int, hidden: int) -> Chunk:
-        logit = 8 if self.weight.dtype == torch.float64 else 4
         # The input's gradient: a leaf, up to three waiting ones and a sum; then every rank's.
-        sums = logit * hidden * (5 + self.settings.ranks.size)
+        wide = accumulator_dtype(self.weight.dtype).itemsize
         return chunk(
             rows,
             self.blocks,
-            row_bytes=sums,
-            block_bytes=(logit + self.weight.element_size()) * self.width,
+            row_bytes=wide * hidden * (5 + self.settings.ranks.size),
+            block_bytes=(self.logit_bytes + self.weight.itemsize) * self.width,
             memory_bytes=self.settings.memory_bytes,
         )
 

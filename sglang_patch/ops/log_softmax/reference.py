@@ -106,4 +106,4 @@ def log_softmax(
 ) -> torch.Tensor:
     """See `op.log_softmax`."""
     scaled = scaled_logits(logits[:, :columns], temperature)
-    return scaled - combine_segments(largest, total).unsqueeze(-1)
+    return (scaled - combine_segments(largest, total).unsqueeze(-1)).contiguous()

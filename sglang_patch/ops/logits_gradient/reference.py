@@ -28,4 +28,4 @@ def logits_gradient(
     column = torch.arange(logits.shape[1], device=logits.device)
     target = (targets - first_column).unsqueeze(1)
     out = torch.where(column == target, out + weight, out)
-    return torch.where(column < real_columns, out, 0.0).to(out_dtype)
+    return torch.where(column < real_columns, out, 0.0).to(out_dtype).contiguous()
