@@ -47,48 +47,40 @@ class HeadSettings:
     entropy: bool = False
 
 
-def _observed() -> bool:
-    return faults.observed("lm_head", "temperature")
-
-
 def _spans(total: int, step: int) -> list[slice]:
     """Consecutive ranges of at most `step`; one, empty, of nothing."""
     return [slice(start, min(start + step, total)) for start in range(0, max(1, total), step)]
 
 
-@dataclass(frozen=True, slots=True)
+def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
 class _Head:
-    """The local weight, cut into equal blocks of columns of the logits."""
+    """The local weight [columns, hidden], cut into `blocks` blocks of `width` columns of the logits;
+    `first` is its first column in the padded vocabulary."""
 
-    settings: HeadSettings
-    weight: torch.Tensor
-    temperature: torch.Tensor
-
-    @property
-    def columns(self) -> int:
-        return self.weight.shape[0]
-
-    @property
-    def first(self) -> int:
-        """This rank's first column of the padded vocabulary."""
-        return self.settings.ranks.rank * self.columns
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of this rank, the same for the whole vocabulary at every degree."""
-        size = self.settings.ranks.size
-        return block_count(self.columns * size, size) // size
-
-    @property
-    def width(self) -> int:
-        return self.columns // self.blocks
+    def __init__(
+        self, settings: HeadSettings, weight: torch.Tensor, temperature: torch.Tensor
+    ) -> None:
+        self.settings, self.weight, self.temperature = settings, weight, temperature
+        size, rank = settings.ranks.size, settings.ranks.rank
+        self.columns = weight.shape[0]
+        self.first = rank * self.columns
+        # The same blocks of the whole vocabulary at every degree: the contract's segments.
+        self.blocks = block_count(self.columns * size, size) // size
+        self.width = self.columns // self.blocks
+        self.observed = faults.observed("lm_head", "temperature")
 
     def of(self, rows: slice) -> torch.Tensor:
         """The temperature of these rows."""
         return self.temperature[rows] if self.temperature.dim() else self.temperature
 
     def logits(self, x: torch.Tensor, blocks: slice) -> torch.Tensor:
-        w = self.weight[blocks.start * self.width : blocks.stop * self.width]
+        """[rows, columns of these blocks], as the contract leaves them."""
+        w = self.weight
+        if blocks.stop - blocks.start != self.blocks:
+            w = w[blocks.start * self.width : blocks.stop * self.width]
         return ops.linear(x, w, out_dtype=self.settings.out_dtype)
 
     @property
@@ -96,7 +88,7 @@ class _Head:
         return rounded_dtype(self.weight.dtype, self.settings.out_dtype).itemsize
 
     def forward_chunk(self, rows: int) -> Chunk:
-        memory, size, observed = self.settings.memory_bytes, self.settings.ranks.size, _observed()
+        memory, size, observed = self.settings.memory_bytes, self.settings.ranks.size, self.observed
         if self.settings.order == "segments" and not observed:
             each = self.logit_bytes * self.width
             return chunk(rows, self.blocks, row_bytes=0, block_bytes=each, memory_bytes=memory)
@@ -129,7 +121,7 @@ class _Head:
         logits = tap_value(None, "lm_head", self.logits(x, blocks))
         entering(None, "temperature", logits)
         temperature: torch.Tensor | None = self.of(rows)
-        if _observed():
+        if self.observed:
             logits = ops.temperature_logits(logits, self.of(rows))
             temperature = None
         logits = tap_value(None, "temperature", logits)
@@ -169,16 +161,15 @@ class _HeadLogprobs(torch.autograd.Function):
         ]
         # Blocks beside each other, then rows below each other: [rows, segments] each.
         largest, total, chosen, weighted = (
-            torch.cat([torch.cat([block[i] for block in row], dim=1) for row in parts])
-            for i in range(4)
+            _joined([_joined([block[i] for block in row], 1) for row in parts], 0) for i in range(4)
         )
         owner = torch.zeros_like(targets)
         if settings.order == "segments":
             owner = targets.div(settings.vocabulary.width, rounding_mode="floor")
             used = [largest, total, chosen] + ([weighted] if settings.entropy else [])
-            gathered = torch.cat(gather_ranks(torch.stack(used), settings.ranks), dim=-1)
-            largest, total, chosen = gathered[:3].unbind(0)
-            weighted = gathered[-1]
+            if settings.ranks.size > 1:
+                used = list(torch.cat(gather_ranks(torch.stack(used), settings.ranks), dim=-1))
+            largest, total, chosen, weighted = *used[:3], used[-1]
         normaliser = ops.combine_segments(largest, total)
         entropy = None
         if settings.entropy:
