@@ -20,8 +20,9 @@ from ..ops.formats import accumulator_dtype, rounded_dtype
 from ..schema import VocabularySegments
 from .chunks import Chunk, chunk
 from .products import (
-    accumulate,
+    add_weight_gradient,
     block_count,
+    on_tensor_cores,
     op_calls,
     operand,
     parameter_gradient,
@@ -211,8 +212,10 @@ class _HeadLogprobs(torch.autograd.Function):
                     )
                 dy = operand(held[0][:, within * head.width : (within + 1) * head.width])
                 mine = slice(block * head.width, (block + 1) * head.width)
-                if dweight is not None:
-                    accumulate(dweight[mine], dy.t(), flat)
+                if dweight is not None and on_tensor_cores(dy):
+                    add_weight_gradient(dweight[mine], dy, flat)
+                elif dweight is not None:
+                    dweight[mine] += product(dy.t(), flat)
                 if dx is None:
                     return dy.new_zeros(())
                 return product(dy, operand(weight[mine]))

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from ..elementary_kernel import UNFUSED, exp, log, pair_sum
 from ..formats import require
+from ..launch import launch
 
 # 32 groups over eight warps: 16 fp32 a thread, four 16-byte loads in flight.
 _GROUPS: Final = 32
@@ -262,15 +263,21 @@ def launch_statistics(
     lanes = min(_LANES, columns)
     groups = columns // lanes
     blocks = triton.next_power_of_2(triton.cdiv(width, columns))
-    segment_statistics_kernel[(rows, num_segments)](
-        logits, numbers, None if targets is None else targets.contiguous(),
-        largest, total, chosen, weighted,
-        total_real, width, first_column, *logits.stride(), temperature_stride,
-        HAS_TARGETS=targets is not None, ENTROPY=entropy,
-        ALIGNED=_is_vector_aligned(logits, width, total_real),
-        GROUPS=groups, LANES=lanes, LANE_LEVELS=lanes.bit_length() - 1,
-        BLOCKS=blocks, BLOCK_LEVELS=(blocks * groups).bit_length() - 1,
-        num_warps=_WARPS, **UNFUSED,
+    launch(
+        segment_statistics_kernel,
+        (rows, num_segments),
+        (
+            logits, numbers, None if targets is None else targets.contiguous(),
+            largest, total, chosen, weighted,
+            total_real, width, first_column, *logits.stride(), temperature_stride,
+        ),
+        {
+            "HAS_TARGETS": targets is not None, "ENTROPY": entropy,
+            "ALIGNED": _is_vector_aligned(logits, width, total_real),
+            "GROUPS": groups, "LANES": lanes, "LANE_LEVELS": lanes.bit_length() - 1,
+            "BLOCKS": blocks, "BLOCK_LEVELS": (blocks * groups).bit_length() - 1,
+            "num_warps": _WARPS, **UNFUSED,
+        },
     )  # fmt: skip
     return largest, total, chosen, weighted
 
@@ -295,11 +302,17 @@ def launch_combine_segments(
     if rows == 0:
         return out
     columns = triton.next_power_of_2(segments)
-    combine_segments_kernel[(triton.cdiv(rows, _COMBINE_ROWS),)](
-        largest.contiguous(), total.contiguous(),
-        None if weighted is None else weighted.contiguous(), out, rows,
-        SEGMENTS=segments, ROWS=_COMBINE_ROWS, COLUMNS=columns,
-        LEVELS=columns.bit_length() - 1, num_warps=_COMBINE_WARPS, **UNFUSED,
+    launch(
+        combine_segments_kernel,
+        (triton.cdiv(rows, _COMBINE_ROWS),),
+        (
+            largest.contiguous(), total.contiguous(),
+            None if weighted is None else weighted.contiguous(), out, rows,
+        ),
+        {
+            "SEGMENTS": segments, "ROWS": _COMBINE_ROWS, "COLUMNS": columns,
+            "LEVELS": columns.bit_length() - 1, "num_warps": _COMBINE_WARPS, **UNFUSED,
+        },
     )  # fmt: skip
     return out
 
@@ -320,10 +333,16 @@ def launch_log_softmax(
     numbers, temperature_stride = _temperature(temperature, rows)
     segments = largest.shape[1]
     slots = triton.next_power_of_2(segments)
-    log_softmax_kernel[(rows, triton.cdiv(columns, _ROW_COLUMNS))](
-        logits, numbers, largest.contiguous(), total.contiguous(), out, rows, columns,
-        *logits.stride(), temperature_stride,
-        SEGMENTS=segments, SLOTS=slots, LEVELS=slots.bit_length() - 1, COLUMNS=_ROW_COLUMNS,
-        num_warps=_ROW_WARPS, **UNFUSED,
+    launch(
+        log_softmax_kernel,
+        (rows, triton.cdiv(columns, _ROW_COLUMNS)),
+        (
+            logits, numbers, largest.contiguous(), total.contiguous(), out, rows, columns,
+            *logits.stride(), temperature_stride,
+        ),
+        {
+            "SEGMENTS": segments, "SLOTS": slots, "LEVELS": slots.bit_length() - 1,
+            "COLUMNS": _ROW_COLUMNS, "num_warps": _ROW_WARPS, **UNFUSED,
+        },
     )  # fmt: skip
     return out

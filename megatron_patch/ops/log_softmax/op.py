@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ...schema.vocabulary import VocabularySegments
-from ..formats import NAMESPACE, accumulator_dtype, require
+from ..formats import NAMESPACE, accumulator_dtype, eager_on_gpu, require
 from . import reference
 
 _Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -220,7 +220,21 @@ def segment_statistics(
     """
     name = "segment_statistics"
     real = _real_columns(name, logits, None, segments, first_segment, num_segments)
-    return _segment_statistics(logits, segments.width, num_segments, real)
+    return _statistics_of(logits, segments.width, num_segments, real, None)
+
+
+def _statistics_of(
+    logits: torch.Tensor,
+    width: int,
+    num_segments: int,
+    real: list[int],
+    temperature: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if eager_on_gpu(logits):
+        from .kernel import launch_statistics
+
+        return launch_statistics(logits, temperature, None, 0, width, num_segments, real)[:2]
+    return _segment_statistics(logits, width, num_segments, real, temperature)
 
 
 def token_statistics(
@@ -248,8 +262,13 @@ def token_statistics(
         f"{name}: targets {targets.dtype} {tuple(targets.shape)} for {logits.shape[0]} rows; they "
         "must be int64, one a row",
     )
+    run = _token_statistics
+    if eager_on_gpu(logits):
+        from .kernel import launch_statistics
+
+        run = launch_statistics
     first_column = first_segment * segments.width
-    return _token_statistics(
+    return run(
         logits, temperature, targets, first_column, segments.width, num_segments, real, entropy
     )
 
@@ -259,7 +278,17 @@ def combine_segments(largest: torch.Tensor, total: torch.Tensor) -> torch.Tensor
 
     The segments' sums are scaled to the overall maximum and added as a balanced tree.
     """
-    return _combine_segments(largest, total)
+    return _combined(largest, total, None)
+
+
+def _combined(
+    largest: torch.Tensor, total: torch.Tensor, weighted: torch.Tensor | None
+) -> torch.Tensor:
+    if eager_on_gpu(largest):
+        from .kernel import launch_combine_segments
+
+        return launch_combine_segments(largest, total, weighted)
+    return _combine_segments(largest, total, weighted)
 
 
 def combine_entropy(
@@ -269,7 +298,7 @@ def combine_entropy(
     [rows] fp32: log of the sum of exponentials minus the mean exponent, both relative to the
     overall maximum, in the tree of `combine_segments`.
     """
-    return _combine_segments(largest, total, weighted)
+    return _combined(largest, total, weighted)
 
 
 def log_softmax(
@@ -284,7 +313,11 @@ def log_softmax(
     `logit - logsumexp`, one fp32 subtraction, as the trainer computes it.
     """
     real = _real_columns("log_softmax", logits, temperature, segments, 0, segments.num_segments)
-    largest, total = _segment_statistics(
+    largest, total = _statistics_of(
         logits, segments.width, segments.num_segments, real, temperature
     )
+    if eager_on_gpu(logits):
+        from .kernel import launch_log_softmax
+
+        return launch_log_softmax(logits, temperature, largest, total, segments.vocab_size)
     return _log_softmax(logits, temperature, largest, total, segments.vocab_size)

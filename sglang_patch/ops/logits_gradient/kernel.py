@@ -10,6 +10,7 @@ import triton.language as tl
 
 from ..elementary_kernel import UNFUSED, exp
 from ..formats import require
+from ..launch import launch
 
 # 16 fp32 a thread: four 16-byte loads in flight.
 _COLUMNS: Final = 2048
@@ -75,10 +76,14 @@ def launch_logits_gradient(
     out = logits.new_empty((rows, columns), dtype=out_dtype)
     if out.numel() == 0:
         return out
-    logits_gradient_kernel[(rows, triton.cdiv(columns, _COLUMNS))](
-        logits, temperature.reshape(-1).contiguous(), targets.contiguous(),
-        normaliser.contiguous(), gradient.contiguous(), out,
-        columns, first_column, real_columns, logits.stride(0), int(temperature.numel() > 1),
-        COLUMNS=_COLUMNS, num_warps=_WARPS, **UNFUSED,
+    launch(
+        logits_gradient_kernel,
+        (rows, triton.cdiv(columns, _COLUMNS)),
+        (
+            logits, temperature.reshape(-1).contiguous(), targets.contiguous(),
+            normaliser.contiguous(), gradient.contiguous(), out,
+            columns, first_column, real_columns, logits.stride(0), int(temperature.numel() > 1),
+        ),
+        {"COLUMNS": _COLUMNS, "num_warps": _WARPS, **UNFUSED},
     )  # fmt: skip
     return out

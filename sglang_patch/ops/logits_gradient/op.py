@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..formats import DTYPES, NAMESPACE, require
+from ..formats import DTYPES, NAMESPACE, eager_on_gpu, require
 from . import reference
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -104,6 +104,12 @@ def logits_gradient(
         out_dtype in _NAMES, f"logits_gradient: out_dtype={out_dtype}; choose from {list(_NAMES)}"
     )
     real = max(0, min(logits.shape[1], vocab_size - first_column))
+    if eager_on_gpu(logits):
+        from .kernel import launch_logits_gradient
+
+        return launch_logits_gradient(
+            logits, temperature, targets, normaliser, gradient, first_column, real, out_dtype
+        )
     return _logits_gradient(
         logits, temperature, targets, normaliser, gradient, first_column, real, _NAMES[out_dtype]
     )
