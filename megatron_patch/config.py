@@ -73,6 +73,8 @@ class PolicyTransformerConfig(TransformerConfig):
     rope: RopeTable
     # What the logits of a chunk, and what is made of them, may take; at least one row is taken.
     logits_memory_bytes: int = 256 << 20
+    # Also the entropy of every scored token's distribution (`PolicyHead.entropy`).
+    entropy: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

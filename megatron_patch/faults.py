@@ -60,6 +60,14 @@ def active_log() -> TapLog | None:
     return _log
 
 
+def observed(*ops: str) -> bool:
+    """Whether anybody looks between ops, whose results must then exist, whole: taps are on, or a
+    fault is to be injected (where ops are named: into one of these, outside the layers)."""
+    if _log is not None or _fault is None:
+        return _log is not None
+    return not ops or (_fault.layer is None and _fault.op in ops)
+
+
 class _Flip(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -71,11 +79,6 @@ class _Flip(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         return gradient, None, None, None, None
-
-
-def observed() -> bool:
-    """Whether anybody looks between ops: taps are on, or a fault is to be injected."""
-    return _log is not None or _fault is not None
 
 
 def flip(layer: int | None, op: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -88,12 +88,14 @@ def build_policy_model(
     device: torch.device,
     recompute: str = "none",
     logits_memory_bytes: int = 256 << 20,
+    entropy: bool = False,
     megatron: dict[str, Any] | None = None,
 ) -> PolicyModel:
     """This rank's model under a contract; megatron's parallel state must be initialised.
 
-    logits_memory_bytes: see `PolicyTransformerConfig`. megatron: further TransformerConfig fields.
-    Raises `ValueError` where one contradicts the shape, the layout or the contract.
+    logits_memory_bytes, entropy: see `PolicyTransformerConfig`. megatron: further fields of
+    TransformerConfig. Raises `ValueError` where one contradicts the shape, the layout or the
+    contract.
     """
     settings = common_settings(
         shape,
@@ -110,6 +112,7 @@ def build_policy_model(
         policy=policy,
         rope=RopeTable(shape),
         logits_memory_bytes=logits_memory_bytes,
+        entropy=entropy,
     )
     connect(parallel_state.get_tensor_model_parallel_group(), device)
     return PolicyModel(config, **_stage(shape))

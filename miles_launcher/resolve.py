@@ -96,6 +96,11 @@ def resolve(args: LaunchArgs, environ: Mapping[str, str] = os.environ) -> Launch
     capability = host_facts()["capability"] if seen else None
     attention = attention_path(settings.attention, profile, device, capability)
     policy = kernel_policy(contract, profile, layout, segments, attention)
+    if contract == CONTRACT_OFF and settings.train.entropy:
+        raise ValueError(
+            "train.entropy=true with contract off: stock layers report none; name a contract, or "
+            "leave it out"
+        )
     fault = _fault(args.inject_fault, profile, contract, layout)
     paths = _paths(args, settings, profile, environ)
     _check_inputs(settings, profile, paths)

@@ -71,7 +71,7 @@ class RunSettings:
 class TrainSettings:
     """AdamW and the shape of a training step; `micro_batch_size` counts sequences;
     `logits_memory_mb` (MiB) is what the logits and what is made of them may take: rows go through
-    the head in chunks, forward and backward."""
+    the head in chunks, forward and backward; `entropy` reports the policy's mean entropy a step."""
 
     lr: float = 1e-3
     weight_decay: float = 0.0
@@ -81,6 +81,7 @@ class TrainSettings:
     micro_batch_size: int = 4
     recompute: str = "none"
     logits_memory_mb: int = 256
+    entropy: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -191,6 +191,7 @@ def _training(plan: LaunchPlan) -> list[tuple[str, object]]:
         ("micro batch", f"{train.micro_batch_size} sequences"),
         ("recompute", train.recompute),
         ("logits memory", f"{train.logits_memory_mb} MiB"),
+        *([("entropy", "its mean, every step")] if train.entropy else []),
     ]
 
 

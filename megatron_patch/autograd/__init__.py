@@ -8,7 +8,7 @@ fp32, and parameter gradients go to megatron's fp32 `main_grad` without passing 
 from .attention import attention
 from .embedding import embedding
 from .linear import linear
-from .logprob import token_logprobs
+from .logprob import HeadSettings, head_logprobs
 from .qk_norm_rope import HeadLayout, qk_norm_rope
 from .rms_norm import add_rms_norm, rms_norm, stream_rms_norm
 from .rope import rope
@@ -17,9 +17,11 @@ from .silu_mul import silu_mul
 
 __all__ = [
     "HeadLayout",
+    "HeadSettings",
     "add_rms_norm",
     "attention",
     "embedding",
+    "head_logprobs",
     "linear",
     "qk_norm_rope",
     "rms_norm",
@@ -27,5 +29,4 @@ __all__ = [
     "row_linear",
     "silu_mul",
     "stream_rms_norm",
-    "token_logprobs",
 ]

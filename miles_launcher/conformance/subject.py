@@ -88,8 +88,11 @@ class Subject:
     attention: Function
     temperature_logits: Function
     segment_statistics: Function
+    token_statistics: Function
     combine_segments: Function
+    combine_entropy: Function
     log_softmax: Function
+    logits_gradient: Function
     shard_digest: Function
     row_digests: Function
     tables: tuple[tuple[str, Table], ...] = ()

@@ -26,6 +26,7 @@ class StepReport:
     reward_mean: float | None = None
     loss: float | None = None
     grad_norm: float | None = None
+    entropy: float | None = None
     weights_digest: dict[str, str | None] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     mismatches: list[dict[str, Any]] = field(default_factory=list)

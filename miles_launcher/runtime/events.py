@@ -30,6 +30,7 @@ class StepEvents:
             "train/reward_mean": step.reward_mean,
             "train/loss": step.loss,
             "train/grad_norm": step.grad_norm,
+            "train/entropy": step.entropy,
             **{f"seconds/{phase}": value for phase, value in step.seconds.items()},
         }
         values = [

@@ -115,6 +115,7 @@ class Loop:
             )
             self._weights = None
             step.loss, step.grad_norm = result["loss"], result["grad_norm"]
+            step.entropy = result.get("entropy")
         with phase(f"step {step.step}: weight sync", step.seconds, "sync"):
             session.sync_weights()
         with phase(f"step {step.step}: weights digest", step.seconds, "digest"):

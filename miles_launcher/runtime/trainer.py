@@ -118,6 +118,7 @@ def rank_config(
         "micro_batch_size": training.micro_batch_size,
         "recompute": training.recompute,
         "logits_memory_bytes": training.logits_memory_mb << 20,
+        "entropy": training.entropy,
         "fault": None if fault is None else fault.place,
         "seed": plan.run.seed,
         "megatron": plan.trainer.config_kwargs,

@@ -63,6 +63,7 @@ class TrainerRankConfig:
     micro_batch_size: int = 8
     recompute: Literal["none", "full"] = "none"
     logits_memory_bytes: int = 256 << 20
+    entropy: bool = False
     fault: str | None = None
     seed: int = 0
     megatron: Mapping[str, Any] = field(default_factory=dict)
@@ -97,5 +98,7 @@ class TrainerRankConfig:
             )
         if self.contract == CONTRACT_OFF and self.fault is not None:
             wrong.append(f"fault={self.fault!r} needs a contract: stock layers have no taps")
+        if self.contract == CONTRACT_OFF and self.entropy:
+            wrong.append("entropy=True needs a contract: the stock head computes none")
         if wrong:
             raise ValueError("trainer rank: " + "; ".join(wrong))

@@ -146,7 +146,11 @@ class TrainerRank:
                 attention=config.attention,
             )
             self.model = build_policy_model(
-                self.shape, policy, logits_memory_bytes=config.logits_memory_bytes, **options
+                self.shape,
+                policy,
+                logits_memory_bytes=config.logits_memory_bytes,
+                entropy=config.entropy,
+                **options,
             )
             self.steps = PolicySteps(self.model, config, self.device)
         fault = None if config.fault is None else faults.parse_fault(config.fault)
@@ -223,7 +227,8 @@ class TrainerRank:
 
         advantages: one number per sequence; old_logprobs: per sequence the rollout's fp32
         logprobs. Returns, on every rank, `loss`, `grad_norm` (before clipping), `clip_fraction`,
-        `num_tokens`, `max_abs_logprob_diff` (new against old) and `update_applied` (1.0 or 0.0).
+        `num_tokens`, `max_abs_logprob_diff` (new against old), `update_applied` (1.0 or 0.0) and,
+        where the configuration asks for it, `entropy` (nats, mean over the tokens).
         Raises `ValueError` on lengths that do not fit, numbers that are not finite, or a batch
         without response tokens.
         """

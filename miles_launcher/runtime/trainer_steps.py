@@ -131,8 +131,8 @@ class PolicySteps:
         starts = np.cumsum([0, *(m.total_scored for m in micro)])
         advantage_of = torch.from_numpy(advantages).to(self.device)
         old_of = torch.from_numpy(old).to(self.device)
-        # loss sum, clipped tokens, tokens; the largest difference apart, for it is not a sum.
-        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        # loss sum, clipped tokens, tokens, entropy; the largest difference apart, for it is no sum.
+        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
         largest = torch.zeros(1, dtype=torch.float64, device=self.device)
 
         def finish(number: int, part: MicroBatch, output: torch.Tensor) -> tuple[Any, ...]:
@@ -145,7 +145,8 @@ class PolicySteps:
             else:
                 largest.copy_(torch.maximum(largest, (new - old_of[where]).detach().abs().max()))
             counts = torch.tensor([float(clipped), float(part.num_scored)], dtype=torch.float64)
-            sums.add_(torch.cat([loss.detach().double().view(1), counts.to(sums.device)]))
+            entropy = self._entropy(part).to(sums.device).view(1)
+            sums.add_(torch.cat([loss.detach().double().view(1), counts.to(sums.device), entropy]))
             tokens = torch.tensor(part.num_scored, dtype=torch.int, device=self.device)
             return loss, tokens, {}
 
@@ -153,14 +154,24 @@ class PolicySteps:
         if self.context.size > 1:
             sums = torch.stack(gather_ranks(sums, self.context)).sum(0)
             largest = torch.stack(gather_ranks(largest, self.context)).amax(0)
-        loss, clipped, tokens, diff = self._from_last_stage(torch.cat([sums, largest])).tolist()
+        everything = self._from_last_stage(torch.cat([sums, largest])).tolist()
+        loss, clipped, tokens, entropy, diff = everything
         assert tokens == batch.num_response_tokens, (tokens, batch.num_response_tokens)
-        return {
+        result = {
             "loss": loss / tokens,
             "clip_fraction": clipped / tokens,
             "num_tokens": tokens,
             "max_abs_logprob_diff": diff,
         }
+        return {**result, "entropy": entropy / tokens} if self.config.entropy else result
+
+    def _entropy(self, part: MicroBatch) -> torch.Tensor:
+        """Sum over the scored rows of the micro-batch whose logprobs were just computed."""
+        rows = self.model.output_layer.entropy if self.config.entropy else None
+        if rows is None:
+            return torch.zeros((), dtype=torch.float64)
+        total: torch.Tensor = rows[: part.num_scored].double().sum()
+        return total
 
 
 class StockSteps(PolicySteps):

@@ -62,20 +62,27 @@ def forward(
     live = state.require()
     logits = logits_output.next_token_logits
     live.layer = None
-    state.record("temperature", logits, "input", gathered=True)
-    scaled = temperature_logits(logits, sampling_info.temperatures)
-    scaled = state.tap("temperature", scaled, gathered=True)
-    logprobs = log_softmax(scaled, live.policy.vocabulary(logits.shape[-1]))
+    vocabulary = live.policy.vocabulary(logits.shape[-1])
+    tapped = live.taps is not None or live.fault is not None
+    temperature: torch.Tensor | None = sampling_info.temperatures
+    if tapped:
+        state.record("temperature", logits, "input", gathered=True)
+        logits = temperature_logits(logits, sampling_info.temperatures)
+        temperature = None
+    # Without taps the divided logits exist in the kernels alone.
+    logits = state.tap("temperature", logits, gathered=True)
+    logprobs = log_softmax(logits, vocabulary, temperature)
+    # Division keeps order, so the largest logit is the largest before and after it.
     if sampling_info.is_all_greedy:
-        token_ids = torch.argmax(scaled, dim=-1).to(torch.int32)
+        token_ids = torch.argmax(logits, dim=-1).to(torch.int32)
     else:
         if sampling_info.sampling_seed is None:
             raise ValueError("sampling needs a seed per request: enable deterministic inference")
         token_ids = self._sample_from_logprobs(logprobs, sampling_info, positions)
         # A greedy request in a mixed batch arrives as top_k = 1.
-        greedy = torch.argmax(scaled, dim=-1).to(torch.int32)
+        greedy = torch.argmax(logits, dim=-1).to(torch.int32)
         token_ids = torch.where(sampling_info.top_ks == 1, greedy, token_ids)
-    if live.taps is not None or live.fault is not None:
+    if tapped:
         # The tapped row is the one number that the trainer computes too.
         chosen = token_ids.long().unsqueeze(1)
         logprobs = logprobs.scatter(1, chosen, state.tap("logprob", logprobs.gather(1, chosen)))

@@ -9,11 +9,14 @@ torch.library namespace is the name of the package that holds the copy.
 from .attention.op import attention
 from .linear.op import linear
 from .log_softmax.op import (
+    combine_entropy,
     combine_segments,
     log_softmax,
     segment_statistics,
     temperature_logits,
+    token_statistics,
 )
+from .logits_gradient.op import logits_gradient
 from .qk_norm_rope.op import qk_norm_rope
 from .rms_norm.op import rms_norm
 from .rope.op import rope, rope_table
@@ -30,6 +33,7 @@ from .tree_all_reduce.op import (
 __all__ = [
     "RankGroup",
     "attention",
+    "combine_entropy",
     "combine_partials",
     "combine_segments",
     "gather_ranks",
@@ -37,6 +41,7 @@ __all__ = [
     "log_softmax",
     "matmul_tp_inv",
     "qk_norm_rope",
+    "logits_gradient",
     "rms_norm",
     "rope",
     "rope_table",
@@ -45,6 +50,7 @@ __all__ = [
     "segment_statistics",
     "silu_mul",
     "temperature_logits",
+    "token_statistics",
     "tree_all_reduce",
     "tree_reduce_scatter",
 ]

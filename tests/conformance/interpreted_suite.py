@@ -30,9 +30,10 @@ bf16_interpreter.install()
 _REGISTERED = {
     "attention": ["attention"],
     "linear": ["linear"],
-    "log_softmax": ["segment_statistics", "combine_segments"],
     "qk_norm_rope": ["qk_norm_rope"],
     "rms_norm": ["rms_norm", "add_rms_norm"],
+    "log_softmax": ["segment_statistics", "token_statistics", "combine_segments", "log_softmax"],
+    "logits_gradient": ["logits_gradient"],
     "rope": ["rope"],
     "row_linear": ["row_linear_partial"],
     "silu_mul": ["silu_mul"],

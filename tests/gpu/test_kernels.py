@@ -41,6 +41,7 @@ def registered() -> dict[str, tuple[str, tuple[Any, ...]]]:
     rope = importlib.import_module("sglang_patch.ops.rope.op")
     table = rope.rope_table(32, 8, 1e6).cuda()
     logits = random(5, 512, seed=33, dtype=torch.float32).cuda()
+    one, targets = torch.tensor(0.7).cuda(), torch.tensor([0, 499, 3, 64, 63]).cuda()
     totals = random(5, 8, seed=34, dtype=torch.float32).abs().cuda() + 1.0
     return {
         "rms_norm": ("rms_norm", (x, weight[0], 1e-6)),
@@ -56,6 +57,12 @@ def registered() -> dict[str, tuple[str, tuple[Any, ...]]]:
         "row_linear_whole": ("row_linear", (x, weight, 2, 2, "float32", "bfloat16")),
         "segment_statistics": ("log_softmax", (logits, 64, 8, [64] * 8)),
         "combine_segments": ("log_softmax", (totals, totals)),
+        "token_statistics": ("log_softmax", (logits, one, targets, 0, 64, 8, [64] * 8, True)),
+        "log_softmax": ("log_softmax", (logits, one, totals, totals, 500)),
+        "logits_gradient": (
+            "logits_gradient",
+            (logits, one, targets, totals[:, 0], totals[:, 1], 0, 500, "bfloat16"),
+        ),
     }
 
 

@@ -9,7 +9,7 @@ import torch
 from megatron_models import ADVANTAGES, TEMPERATURE, batch_for
 from megatron_tasks import Layout, _trainer
 
-from megatron_patch import autograd
+from megatron_patch.autograd.logprob import _Head
 
 
 def in_chunks(
@@ -21,25 +21,25 @@ def in_chunks(
     layout: Layout,
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """Score and take a step; also how many rows each chunk of logits had."""
+    """Score and take a step; also (rows, columns) of every product that the head made."""
     trainer = _trainer(rank, world, port, name, layout, options)
-    rows: list[int] = []
-    original = autograd.token_logprobs
+    products: list[tuple[int, int]] = []
+    original = _Head.logits
 
-    def counted(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        rows.append(logits.shape[0])
-        return original(logits, *args, **kwargs)
+    def counted(self: _Head, x: torch.Tensor, blocks: slice) -> torch.Tensor:
+        logits = original(self, x, blocks)
+        products.append((logits.shape[0], logits.shape[1]))
+        return logits
 
     try:
         trainer.initialize()
         trainer.load(folder)
         batch = batch_for(name)
-        with mock.patch.object(autograd, "token_logprobs", counted):
+        with mock.patch.object(_Head, "logits", counted):
             scores = trainer.score(batch, TEMPERATURE)
-            forward = list(rows)
             old = [s - 0.01 for s in scores]
             train = trainer.train(batch, ADVANTAGES, old, TEMPERATURE)
-        return {"scores": scores, "train": train, "rows": rows, "forward_rows": forward}
+        return {"scores": scores, "train": train, "products": products}
     finally:
         trainer.shutdown()
 

@@ -12,7 +12,7 @@ from megatron_models import V1, V2
 from megatron_patch import autograd, ops
 from megatron_patch.autograd import HeadLayout
 from megatron_patch.autograd.products import block_count, op_calls, parameter_gradient, tree
-from megatron_patch.schema import row_reduction, vocabulary_segments
+from megatron_patch.schema import row_reduction
 
 F64 = torch.float64
 
@@ -46,25 +46,6 @@ def _qk_norm_rope(layout: HeadLayout) -> Callable[..., Any]:
     def call(mixed: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
         wide = table.double() if mixed.dtype == F64 else table
         return autograd.qk_norm_rope(mixed, q, k, 1e-5, positions, wide, layout)
-
-    return call
-
-
-def _logprob(contract: str) -> Callable[..., Any]:
-    vocabulary = vocabulary_segments(contract, 500)
-    order = "segments" if contract == V2 else "gather"
-
-    def call(logits: torch.Tensor) -> torch.Tensor:
-        # 12 padding columns: 512 in all. The real ones at 0 and 499 are among the targets.
-        wide = torch.nn.functional.pad(logits, (0, 502))
-        wide = torch.cat((wide[:, :6], wide[:, 16:], wide[:, 6:10], logits[:, :6]), dim=1)
-        return autograd.token_logprobs(
-            wide[:, :512],
-            torch.tensor([0, 499, 7]),
-            torch.tensor(0.7, dtype=F64),
-            vocabulary=vocabulary,
-            order=order,
-        )
 
     return call
 
@@ -106,8 +87,6 @@ CASES: dict[str, tuple[Callable[..., Any], list[torch.Tensor]]] = {
         lambda w: autograd.embedding(torch.tensor([3, 0, 3, 1]), w),
         [draw(5, 4)],
     ),
-    "logprob-segments": (_logprob(V2), [draw(3, 10)]),
-    "logprob-gather": (_logprob(V1), [draw(3, 10)]),
 }
 
 
@@ -144,7 +123,7 @@ def _bf16(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     return [x.bfloat16().requires_grad_() for x in inputs]
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if n not in ("rope", "logprob-segments")])
+@pytest.mark.parametrize("name", [n for n in CASES if n != "rope"])
 def test_bf16_repeats_its_bits_and_leaves_its_inputs(name: str) -> None:
     function, inputs = CASES[name]
     if name == "add_rms_norm":

@@ -1,4 +1,4 @@
-"""Temperature, segment statistics and their combination: from logits to logprobs."""
+"""Segment statistics and their combination: from logits to logprobs, entropy and gradient."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from ..context import Context, array
 from ..oracle import rows as oracle
 from ..oracle.numbers import running_sum
 from ..subject import VocabularySegments, vocabulary_segments
+from . import token_logprobs
 from .common import OpSuite, borders, neighbours, repeated
 from .row_linear_cases import V1, V2
 
@@ -47,6 +48,7 @@ def order(ctx: Context) -> str:
         real = array(logits)[:, :vocab_size]
         logprobs = ctx.subject.log_softmax(there, segments)
         ctx.equal(logprobs, real - normaliser[:, None], f"{label}: logprobs")
+        token_logprobs.order(ctx, label, logits, segments, width, count)
         # One running sum over the first segment, and the padding let in.
         first = real[:, :width]
         running = running_sum(ctx.exp(first - first.max(1, keepdims=True)))
@@ -83,8 +85,10 @@ def value(ctx: Context) -> str:
         spread = real.amax(-1, keepdim=True) - real.amin(-1, keepdim=True)
         bound = 2.0**-22 * (spread + exact.abs())
         out = ctx.subject.log_softmax(*ctx.put(logits), segments)
-        worst = max(worst, ctx.near(out, exact, bound, f"{contract[-2:]}, {vocab_size}"))
-    return f"at most {worst:.2f} of 2^-22 (spread + |logprob|)"
+        label = f"{contract[-2:]}, {vocab_size}"
+        worst = max(worst, ctx.near(out, exact, bound, label))
+        worst = max(worst, token_logprobs.value(ctx, logits, segments, label))
+    return f"at most {worst:.2f} of 2^-22 (spread + |logprob|), entropy of 2^-21 (1 + spread)"
 
 
 def dtypes(ctx: Context) -> str:
@@ -95,7 +99,8 @@ def dtypes(ctx: Context) -> str:
     statistics = ctx.subject.segment_statistics
     ctx.refused(lambda: statistics(logits.bfloat16(), segments, 0, 8), "bf16 logits")
     ctx.refused(lambda: statistics(logits[:, :200], segments, 0, 8), "missing columns")
-    return "fp32; bf16 logits and missing columns refused"
+    token_logprobs.refusals(ctx, segments, logits)
+    return "fp32; bf16 logits, missing columns, other targets refused"
 
 
 def shapes(ctx: Context) -> str:
@@ -143,6 +148,7 @@ def tp_shards(ctx: Context) -> str:
             gathered = [torch.cat(side, 1) for side in zip(*parts, strict=True)]
             out = ctx.subject.combine_segments(*gathered)
             ctx.equal(out, expected, f"vocabulary {vocab_size} over {tp} ranks")
+        token_logprobs.tp_shards(ctx, logits, segments, count, f"vocabulary {vocab_size}")
     ctx.degrees = ctx.setting.tp
     return f"eight segments over {ctx.setting.tp}, the last ones empty or short"
 
@@ -184,5 +190,8 @@ SUITE = OpSuite(
         ("segment_statistics", "order"),
         ("combine_segments", "order"),
         ("log_softmax", "order"),
+        ("token_statistics", "order"),
+        ("combine_entropy", "order"),
+        ("logits_gradient", "order"),
     ),
 )

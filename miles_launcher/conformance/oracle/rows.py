@@ -74,6 +74,45 @@ def combined(largest: Array, total: Array, exp: Elementwise, log: Elementwise) -
     return overall + log(pair_tree(scaled))
 
 
+def weighted(logits: Array, vocab_size: int, width: int, segments: int, exp: Elementwise) -> Array:
+    """Sum of exp(d) * d over each segment's real columns, d = logit - maximum; 0 where empty."""
+    out = np.zeros((logits.shape[0], segments), dtype=np.float32)
+    for segment in range(segments):
+        real = logits[:, segment * width : min((segment + 1) * width, vocab_size)]
+        if real.shape[1]:
+            distance = real - real.max(axis=1, keepdims=True)
+            out[:, segment] = pair_tree(exp(distance) * distance)
+    return out
+
+
+def entropy(
+    largest: Array, total: Array, weighted: Array, exp: Elementwise, log: Elementwise
+) -> Array:
+    """log of the whole sum minus the mean exponent, both relative to the overall maximum."""
+    overall = largest.max(axis=1)
+    distance = np.where(np.isinf(largest), np.float32(0), largest - overall[:, None])
+    factor = exp(largest - overall[:, None])
+    whole = pair_tree(total * factor)
+    return log(whole) - pair_tree(factor * (weighted + total * distance)) / whole
+
+
+def logits_gradient(
+    scaled: Array,
+    targets: Array,
+    normaliser: Array,
+    weight: Array,
+    vocab_size: int,
+    exp: Elementwise,
+) -> Array:
+    """(1 at the target - softmax) * weight, 0 in the padding; weight: gradient / temperature."""
+    out = np.zeros_like(scaled)
+    real = scaled[:, :vocab_size]
+    out[:, :vocab_size] = -(exp(real - normaliser[:, None]) * weight[:, None])
+    rows = np.arange(len(targets))
+    out[rows, targets] = out[rows, targets] + weight
+    return out
+
+
 def attention(
     query: Array, key: Array, value: Array, scale: float, exp: Elementwise, dtype: str
 ) -> Array:

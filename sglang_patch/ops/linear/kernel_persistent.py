@@ -7,6 +7,7 @@ increasing order for every shape of tile, and the leaves are added in the order 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final
 
 import torch
@@ -20,7 +21,7 @@ from ..elementary_kernel import UNFUSED
 from ..launch import launch
 from .kernel_leaves import count
 from .kernel_roles import consume, load
-from .scratch import counters
+from .scratch import counters, make_context_current
 from .table import Plan
 
 # Registers a thread. Two consumers take what the loader leaves of 168 at launch: 240 each.
@@ -104,11 +105,13 @@ def persistent_kernel(
     )  # fmt: skip
 
 
+@lru_cache
 def operand_layout(block_k: int) -> gl.NVMMASharedLayout:
     """bf16 rows of `block_k`, swizzled over 128 bytes (64 at block_k 32) as wgmma reads them."""
     return gl.NVMMASharedLayout(min(128, 2 * block_k), 16, rank=2)
 
 
+@lru_cache
 def output_box(block_n: int, bits: int) -> tuple[int, gl.NVMMASharedLayout]:
     """Columns and layout of one stored piece: at most 128 bytes a row."""
     width = min(block_n, 1024 // bits)
@@ -120,6 +123,7 @@ def launch_persistent(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, leaves: int, plan: Plan
 ) -> None:
     """out [M, N] bf16 or fp32 from x [M, K], weight [N, K] bf16, as `table.admits` requires."""
+    make_context_current(x)
     (rows, k_size), columns = x.shape, weight.shape[0]
     tile, levels = plan.tile, plan.levels
     layout = operand_layout(levels.block_k)

@@ -1,7 +1,9 @@
-"""Counters of programs that add a tile's parts together: zero between launches."""
+"""What a product needs beside its operands: counters of programs that add a tile's parts together
+(zero between launches), and a thread that the driver knows."""
 
 from __future__ import annotations
 
+import threading
 from typing import Final
 
 import torch
@@ -11,6 +13,8 @@ _LEAST: Final = 1 << 14
 _HELD: dict[tuple[int, int | None], torch.Tensor] = {}
 # Smaller sets that graphs captured earlier still write to: freed, they would be other tensors.
 _CAPTURED: list[torch.Tensor] = []
+# Devices whose context is current on this thread.
+_seen = threading.local()
 
 
 def counters(x: torch.Tensor, number: int) -> torch.Tensor:
@@ -35,3 +39,15 @@ def counters(x: torch.Tensor, number: int) -> torch.Tensor:
             _CAPTURED.extend([] if captured is None else [captured])
             _HELD[device, None] = x.new_zeros(fresh.numel(), dtype=torch.int32)
     return fresh
+
+
+def make_context_current(x: torch.Tensor) -> None:
+    """Once a thread and device: make the device's context the thread's current one.
+
+    The driver describes no tensor to the copy engine on a thread without a context, such as
+    autograd's where backward begins with a product. The first memset on a thread gives it one.
+    """
+    devices: set[int] = _seen.__dict__.setdefault("devices", set())
+    if x.device.index not in devices:
+        x.new_zeros(1)
+        devices.add(x.device.index)

@@ -24,8 +24,10 @@ from sglang_patch.ops.linear.kernel_few import few_kernel
 from sglang_patch.ops.log_softmax import reference as log_softmax_reference
 from sglang_patch.ops.log_softmax.kernel import (
     launch_combine_segments,
-    launch_segment_statistics,
+    launch_log_softmax,
+    launch_statistics,
 )
+from sglang_patch.ops.logits_gradient.kernel import launch_logits_gradient
 from sglang_patch.ops.rms_norm.kernel import launch_rms_norm
 from sglang_patch.ops.rope import reference as rope_reference
 from sglang_patch.ops.rope.kernel import launch_rope
@@ -64,16 +66,33 @@ def test_a_full_vocabulary_needs_several_blocks() -> None:
     logits = random(1, segments.padded_size, seed=9, dtype=FP32, scale=3.0)
     logits[:, 151936:] = 1e4  # padding must not enter
     real = [segments.real_columns(i) for i in range(8)]
-    found = launch_segment_statistics(logits, segments.width, 8, real)
+    found = launch_statistics(logits, None, None, 0, segments.width, 8, real)[:2]
     expected = log_softmax_reference.segment_statistics(logits, segments.width, 8, real)
     assert differing(found[0], expected[0]) == 0 and differing(found[1], expected[1]) == 0
     exact = torch.logsumexp(logits[:, :151936].double(), -1)
     assert (launch_combine_segments(*found).double() - exact).abs().max() < 1e-5
 
 
+def test_logits_through_strides_and_odd_widths() -> None:
+    """Rows that no 16-byte load may read: an odd row stride, an odd real width, other columns."""
+    temperature = torch.tensor([[0.7], [1.0], [1.3]])
+    for logits, real in (
+        (random(3, 4100, seed=40, dtype=FP32)[:, 1:4098], 4097),
+        (random(3, 4099, seed=41, dtype=FP32), 4099),
+        (random(4100, 3, seed=42, dtype=FP32).t(), 4100),
+        (random(3, 4100, seed=43)[:, :4100], 4098),
+    ):
+        found = launch_statistics(logits, temperature, None, 0, 4100, 1, [real])
+        expected = log_softmax_reference.segment_statistics(logits, 4100, 1, [real], temperature)
+        assert differing(found[0], expected[0]) == 0 and differing(found[1], expected[1]) == 0
+        rows = launch_log_softmax(logits, temperature, *found[:2], real)
+        there = log_softmax_reference.log_softmax(logits, temperature, *expected, real)
+        assert differing(rows, there) == 0
+
+
 def test_one_segment_over_the_whole_vocabulary() -> None:
     logits = random(3, 9000, seed=10, dtype=FP32)
-    largest, total = launch_segment_statistics(logits, 8999, 1, [8999])
+    largest, total = launch_statistics(logits, None, None, 0, 8999, 1, [8999])[:2]
     expected = log_softmax_reference.segment_statistics(logits, 8999, 1, [8999])
     assert differing(largest, expected[0]) == 0 and differing(total, expected[1]) == 0
     shifted = elementary.exp(logits[:, :8999] - largest)
@@ -219,9 +238,15 @@ def test_launchers_refuse_with_the_numbers() -> None:
     with pytest.raises(ValueError, match="float64"):
         launch_silu_mul(x.double())
     with pytest.raises(ValueError, match="bfloat16"):
-        launch_segment_statistics(x, 64, 1, [64])
+        launch_statistics(x, None, None, 0, 64, 1, [64])
+    logits = x.float()
+    with pytest.raises(ValueError, match="one number or one a row"):
+        launch_statistics(logits, torch.ones(3), None, 0, 64, 1, [64])
+    one = torch.ones(1)
+    with pytest.raises(ValueError, match="float32 or bfloat16 logits with contiguous rows"):
+        launch_logits_gradient(logits.t(), one, one, one, one, 0, 2, BF16)
     with pytest.raises(ValueError, match=r"\[32, 64\]"):
-        launch_segment_statistics(x.float(), 64, 2, [32, 64])
+        launch_statistics(x.float(), None, None, 0, 64, 2, [32, 64])
     heads = random(2, 1, 20, seed=30)
     with pytest.raises(ValueError, match="head_dim=20"):
         launch_attention(heads, heads, heads, [2], [2], 1.0)
@@ -233,7 +258,6 @@ def test_empty_inputs_give_empty_outputs() -> None:
     assert launch_row_linear_partial(x, weight, 1, 1, BF16).shape == (0, 3)
     assert launch_rms_norm(x, weight[0], 1e-6).shape == (0, 128)
     assert launch_silu_mul(x).shape == (0, 64)
-    assert launch_segment_statistics(x.float(), 128, 1, [128])[0].shape == (0, 1)
 
 
 # --- sums over ranks (between processes: `interpreted_ranks.py`) --------------------------------

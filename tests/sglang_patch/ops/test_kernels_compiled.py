@@ -84,20 +84,48 @@ EXACT["silu_mul"] = (
     {"gate_up_ptr": "*bf16", "out_ptr": "*bf16", **_integers("rows", "width", "row_stride")},
     {"ROWS": 1, "COLUMNS": 1024, "EVEN": True},
 )
-EXACT["segment_statistics"] = (
-    "log_softmax",
-    "segment_statistics_kernel",
-    {
-        **dict.fromkeys(("logits_ptr", "largest_ptr", "total_ptr"), "*fp32"),
-        **_integers("real_columns", "width", "row_stride", "column_stride"),
-    },
-    {"COLUMNS": 4096, "COLUMN_LEVELS": 12, "BLOCKS": 8, "BLOCK_LEVELS": 3},
-)
+_STATISTICS = ("largest_ptr", "total_ptr", "chosen_ptr", "weighted_ptr")
+for _name, _temperature in (("segment_statistics", None), ("token_statistics", "*fp32")):
+    EXACT[_name] = (
+        "log_softmax",
+        "segment_statistics_kernel",
+        {
+            **dict.fromkeys(("logits_ptr", *_STATISTICS), "*fp32"),
+            **({} if _temperature is None else {"temperature_ptr": _temperature}),
+            "targets_ptr": "*i64",
+            **_integers("real_columns", "width", "first_column", "row_stride", "column_stride"),
+            **_integers("temperature_stride"),
+        },
+        {"GROUPS": 32, "LANES": 128, "LANE_LEVELS": 7, "BLOCKS": 8, "BLOCK_LEVELS": 8}
+        | {"HAS_TARGETS": True, "ENTROPY": True, "ALIGNED": True}
+        | ({"temperature_ptr": None} if _temperature is None else {}),
+    )
 EXACT["combine_segments"] = (
     "log_softmax",
     "combine_segments_kernel",
-    {**dict.fromkeys(("largest_ptr", "total_ptr", "out_ptr"), "*fp32"), "rows": "i32"},
+    {**dict.fromkeys((*_STATISTICS[:2], "weighted_ptr", "out_ptr"), "*fp32"), "rows": "i32"},
     {"SEGMENTS": 8, "ROWS": 16, "COLUMNS": 8, "LEVELS": 3},
+)
+EXACT["log_softmax"] = (
+    "log_softmax",
+    "log_softmax_kernel",
+    {
+        **dict.fromkeys(("logits_ptr", "temperature_ptr", *_STATISTICS[:2], "out_ptr"), "*fp32"),
+        **_integers("rows", "columns", "row_stride", "column_stride", "temperature_stride"),
+    },
+    {"SEGMENTS": 8, "SLOTS": 8, "LEVELS": 3, "COLUMNS": 2048},
+)
+EXACT["logits_gradient"] = (
+    "logits_gradient",
+    "logits_gradient_kernel",
+    {
+        **dict.fromkeys(("logits_ptr", "temperature_ptr", "normaliser_ptr"), "*fp32"),
+        "gradient_ptr": "*fp32",
+        "targets_ptr": "*i64",
+        "out_ptr": "*bf16",
+        **_integers("columns", "first_column", "real_columns", "row_stride", "temperature_stride"),
+    },
+    {"COLUMNS": 2048},
 )
 
 

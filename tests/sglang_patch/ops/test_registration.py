@@ -13,6 +13,7 @@ X, WEIGHT = random(5, 256, seed=1), random(48, 256, seed=2)
 HEADS = random(5, 4, 32, seed=3)
 LOGITS = random(5, 500, seed=4, dtype=FP32)
 STATISTICS = random(5, 8, seed=5, dtype=FP32).abs() + 1.0
+TARGETS = torch.tensor([0, 499, 3, 64, 63])
 NORM = random(64, seed=6)
 QK_NORMS = random(2, 32, seed=7).unbind()
 
@@ -52,6 +53,25 @@ CASES = {
     "row_linear whole": ("row_linear_whole", (X, WEIGHT, 2, 2, "float32", "bfloat16")),
     "segment_statistics": ("segment_statistics", (LOGITS, 64, 8, [64] * 7 + [52])),
     "segment_statistics strided": ("segment_statistics", (LOGITS.t()[:5], 8, 1, [5])),
+    "segment_statistics divided": (
+        "segment_statistics",
+        (LOGITS.bfloat16(), 64, 8, [64] * 7 + [52], torch.tensor(0.7)),
+    ),
+    "token_statistics": (
+        "token_statistics",
+        (LOGITS, torch.tensor(0.7), TARGETS, 0, 64, 8, [64] * 7 + [52], True),
+    ),
+    "token_statistics v1": (
+        "token_statistics",
+        (LOGITS.bfloat16(), STATISTICS[:, :1], TARGETS, 0, 500, 1, [500], False),
+    ),
+    "log_softmax": ("log_softmax", (LOGITS, STATISTICS[:, :1], STATISTICS, STATISTICS, 499)),
+    "log_softmax strided": ("log_softmax", (LOGITS.t()[:5], None, STATISTICS, STATISTICS, 3)),
+    "logits_gradient": (
+        "logits_gradient",
+        (LOGITS, torch.tensor(0.7), TARGETS, *STATISTICS.t()[:2], 0, 499, "bfloat16"),
+    ),
+    "combine_entropy": ("combine_segments", (STATISTICS, STATISTICS, STATISTICS)),
     "combine_segments": ("combine_segments", (STATISTICS, STATISTICS)),
     "silu_mul": ("silu_mul", (X,)),
     "silu_mul transposed": ("silu_mul", (X.view(5, 4, 64).transpose(0, 1),)),

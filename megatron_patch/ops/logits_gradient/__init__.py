@@ -1,0 +1,1 @@
+"""Gradient of the targets' logprobs with respect to the logits."""
