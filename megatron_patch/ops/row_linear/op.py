@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -109,10 +110,15 @@ def _share(
         f"row_linear: K_local={x.shape[-1]} at tensor_parallel_size={tensor_parallel_size} is not "
         f"a share of K={reduction.k_global}",
     )
-    node = local_association(reduction, tensor_parallel_size)
-    leaves = reduction.leaves_per_rank(tensor_parallel_size)
     name = "float64" if x.dtype == torch.float64 else reduction.leaf_dtype
-    return leaves, run_of(node), name
+    return *_subtree(reduction, tensor_parallel_size), name
+
+
+@lru_cache(maxsize=256)
+def _subtree(reduction: RowReduction, tensor_parallel_size: int) -> tuple[int, int]:
+    """(leaves, run) of a rank's subtree; remembered, for every call of a layer asks."""
+    node = local_association(reduction, tensor_parallel_size)
+    return reduction.leaves_per_rank(tensor_parallel_size), run_of(node)
 
 
 def combine_partials(
