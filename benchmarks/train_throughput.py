@@ -5,9 +5,10 @@
 Both models stand in one process and take turns; figures are medians. Both run the same micro-batch
 of packed sequences, the same policy loss, gradients into the same fp32 buffers, no optimizer, no
 recomputation. The local spec's attention, which would hold whole score matrices, is replaced by the
-contract's own (FlashAttention 3 forward, PyTorch's flash backward), and its fusions of SiLU and of
-the residual are on; its loss is Megatron's vocabulary-parallel cross entropy. `stock` runs without
-PyTorch's deterministic algorithms, `stock_deterministic` with them, as the contract does.
+contract's own (FlashAttention 3 or the Triton path forward, PyTorch's flash backward), and its
+fusions of SiLU and of the residual are on; its loss is Megatron's vocabulary-parallel cross
+entropy. `stock` runs without PyTorch's deterministic algorithms, `stock_deterministic` with them,
+as the contract does.
 `--profile` adds the ops that take the longest. `--device cpu --model qwen3-tiny` runs the same code
 without a GPU; its figures say nothing.
 """
@@ -15,6 +16,7 @@ without a GPU; its figures say nothing.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import random
@@ -24,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +63,8 @@ class Pair:
         from miles_launcher.runtime.trainer_rank import TrainerRank, TrainerRankConfig
 
         self.torch, self.device = torch, device
+        self.attention: Any = importlib.import_module("megatron_patch.autograd.attention")
+        self.deterministic_algorithms = self.attention.deterministic_algorithms
         config = rank_config(plan, 0, "127.0.0.1", _free_port(), 0)
         self.rank = TrainerRank(TrainerRankConfig(**config))
         self.rank.initialize()
@@ -86,6 +91,10 @@ class Pair:
     def _of(self, variant: str) -> tuple[Any, Any]:
         # In the deterministic mode PyTorch takes slower backward kernels; only the contract has to.
         self.torch.use_deterministic_algorithms(variant != "stock", warn_only=True)
+        # The contract's attention asks for the slower kernel by itself.
+        self.attention.deterministic_algorithms = (
+            nullcontext if variant == "stock" else self.deterministic_algorithms
+        )
         if variant == "contract":
             return self.rank.steps, self.rank.ddp
         return self.stock_steps, self.stock
