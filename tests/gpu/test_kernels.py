@@ -71,3 +71,17 @@ def test_registered_ops_have_the_shapes_that_their_fakes_say() -> None:
         importlib.import_module(f"sglang_patch.ops.{folder}.op")
         op = getattr(torch.ops.sglang_patch, name).default
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_the_published_op_on_the_gpu() -> None:
+    importlib.import_module("sglang_patch.ops.row_linear.matmul_tp_inv")
+    op = torch.ops.tp_inv_ops.matmul_tp_inv.default
+    x, weight = random(2, 9, 768, seed=35).cuda(), random(64, 768, seed=36).cuda()
+    bias = random(64, seed=37).cuda()
+    for arguments in ((x, weight.t(), bias), (x[:, :8, :256], weight[:, :256].t())):
+        torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+    learnt = [t.clone().requires_grad_() for t in (x, weight.t(), bias)]
+    gradients = torch.autograd.grad(op(*learnt).float().square().sum(), learnt)
+    assert all(
+        g.shape == t.shape and g.isfinite().all() for g, t in zip(gradients, learnt, strict=True)
+    )
