@@ -93,7 +93,7 @@ def run_group(name: str, pair: Pair) -> GroupResult:
             check_hook_calls(
                 pair.session.rollout_readbacks(),
                 qk_layernorm=pair.plan.model.qk_layernorm,
-                attention_ours=pair.plan.device == "cpu",
+                attention_ours=pair.plan.policy.attention_backend != "fa3",
             )
     except (GateClosed, ValueError) as error:
         result.failures.append(str(error))
