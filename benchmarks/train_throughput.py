@@ -5,8 +5,9 @@
 Both models stand in one process and take turns; figures are medians. Both run the same micro-batch
 of packed sequences, the same policy loss, gradients into the same fp32 buffers, no optimizer, no
 recomputation. The local spec's attention, which would hold whole score matrices, is replaced by the
-contract's own, forward and backward, and its fusions of SiLU and of the residual are on; its loss is Megatron's vocabulary-parallel cross entropy. `stock` runs without
-PyTorch's deterministic algorithms, `stock_deterministic` with them, as the contract does.
+contract's own, forward and backward, and its fusions of SiLU and of the residual are on; its loss
+is Megatron's vocabulary-parallel cross entropy. `stock` runs without PyTorch's deterministic
+algorithms, `stock_deterministic` with them, as the contract does.
 `--profile` adds the ops that take the longest. `--device cpu --model qwen3-tiny` runs the same code
 without a GPU; its figures say nothing.
 """
