@@ -5,10 +5,9 @@
 Both models stand in one process and take turns; figures are medians. Both run the same micro-batch
 of packed sequences, the same policy loss, gradients into the same fp32 buffers, no optimizer, no
 recomputation. The local spec's attention, which would hold whole score matrices, is replaced by the
-contract's own (FlashAttention 3 or the Triton path forward, PyTorch's flash backward), and its
-fusions of SiLU and of the residual are on; its loss is Megatron's vocabulary-parallel cross
-entropy. `stock` runs without PyTorch's deterministic algorithms, `stock_deterministic` with them,
-as the contract does.
+contract's own, forward and backward, and its fusions of SiLU and of the residual are on; its loss
+is Megatron's vocabulary-parallel cross entropy. `stock` runs without PyTorch's deterministic
+algorithms, `stock_deterministic` with them, as the contract does.
 `--profile` adds the ops that take the longest. `--device cpu --model qwen3-tiny` runs the same code
 without a GPU; its figures say nothing.
 """
@@ -177,6 +176,7 @@ def _stock_model(rank: Any) -> Any:
                 value.squeeze(1).contiguous(),
                 lengths=self.lengths,
                 scale=self.scale,
+                path=rank.config.attention,
             )
             return out.reshape(out.shape[0], 1, -1)
 
