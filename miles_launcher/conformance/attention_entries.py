@@ -35,11 +35,17 @@ def _starts(lengths: list[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device)
 
 
-def _triton(tile: Any = None, programs: int = 1, *, paged: bool = False) -> Callable[..., Launched]:
-    """The Triton path with a tile, or with a decode step's chunks over so many programs."""
-    module = importlib.import_module("sglang_patch.ops.attention.kernel_triton")
+@dataclass(frozen=True, slots=True)
+class TritonLaunch:
+    """The Triton path with a tile, or with a decode step's chunks over so many programs. Named, not
+    a closure: it travels to the processes of real ranks."""
 
-    def launch(
+    tile: Any = None
+    programs: int = 1
+    paged: bool = False
+
+    def __call__(
+        self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -47,8 +53,9 @@ def _triton(tile: Any = None, programs: int = 1, *, paged: bool = False) -> Call
         keys: list[int],
         scale: float,
     ) -> Launched:
+        module = importlib.import_module("sglang_patch.ops.attention.kernel_triton")
         where = module.PackedKeys(_starts(keys, q.device))
-        if paged:
+        if self.paged:
             k, v, where = _in_pages(module, k, v, keys)
         one = max(queries) == 1
         out, lse = module.launch_keys(
@@ -60,12 +67,10 @@ def _triton(tile: Any = None, programs: int = 1, *, paged: bool = False) -> Call
             query_starts=None if one else _starts(queries, q.device),
             longest_query=max(queries),
             longest_key=max(keys),
-            tile=None if one and programs > 1 else tile,
-            programs=programs if one else None,
+            tile=None if one and self.programs > 1 else self.tile,
+            programs=self.programs if one else None,
         )
         return out, lse
-
-    return launch
 
 
 def _in_pages(module: Any, k: torch.Tensor, v: torch.Tensor, keys: list[int]) -> tuple[Any, ...]:
@@ -90,12 +95,14 @@ def attention_entries() -> tuple[AttentionEntry, ...]:
     tiles = importlib.import_module("sglang_patch.ops.attention.kernel_triton").TILES
     entries = [AttentionEntry("triton", "triton", kernel.launch_triton)]
     entries += [
-        AttentionEntry(f"triton, {tile.rows} rows", "triton", _triton(tile)) for tile in tiles
+        AttentionEntry(f"triton, {tile.rows} rows", "triton", TritonLaunch(tile)) for tile in tiles
     ]
     entries += [
-        AttentionEntry("triton, decode over 3 programs", "triton", _triton(programs=3)),
-        AttentionEntry("triton, pages of one key", "triton", _triton(paged=True)),
-        AttentionEntry("triton, pages over 2 programs", "triton", _triton(programs=2, paged=True)),
+        AttentionEntry("triton, decode over 3 programs", "triton", TritonLaunch(programs=3)),
+        AttentionEntry("triton, pages of one key", "triton", TritonLaunch(paged=True)),
+        AttentionEntry(
+            "triton, pages over 2 programs", "triton", TritonLaunch(programs=2, paged=True)
+        ),
     ]
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9:
         entries.append(AttentionEntry("flash3", "flash3", kernel.launch_flash3, (128,)))
