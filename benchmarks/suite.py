@@ -34,6 +34,7 @@ BENCHMARKS: Final = (
     Benchmark(name="linear", ops=("linear",), compiles=True),
     Benchmark(name="collectives", ops=("tree_all_reduce",), gpus=2),
     Benchmark(name="attention", ops=("attention",), compiles=True),
+    Benchmark(name="logprobs", ops=("log_softmax", "linear"), compiles=True),
     Benchmark(name="elementwise", ops=("rms_norm", "qk_norm_rope", "silu_mul"), compiles=True),
 )
 

@@ -217,11 +217,24 @@ def elementwise_launches(document: Document) -> str:
     return grid(["op", "ours", "stock"], lines)
 
 
+def logprobs(document: Document) -> str:
+    """The head's time over plain PyTorch's, and what each holds at its peak."""
+    lines = []
+    for row in document["rows"]:
+        held = [row.get(f"{name}_peak_MiB") for name in ("ours", "torch", "torch_chunked")]
+        cells = [f"{row['ours_ms']:.3f}" if "ours_ms" in row else "", ratio(row)]
+        cells += ["" if size is None else f"{size:.0f}" for size in held]
+        lines.append([row["head"], row["what"], str(row["rows"]), *cells])
+    header = ["head", "", "rows", "ms", "over PyTorch", "MiB", "PyTorch", "PyTorch in chunks"]
+    return grid(header, lines, text_columns=2)
+
+
 TABLES: Final[Mapping[str, Callable[[Document], str]]] = {
     "row_linear": row_linear,
     "segments": segments,
     "partial_sums": partial_sums,
     "linear": linear,
+    "logprobs": logprobs,
     "row_linear_v1": row_linear_v1,
     "published": published,
     "collectives": collectives,
