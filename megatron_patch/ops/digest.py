@@ -57,7 +57,8 @@ def shard_digest(shard: torch.Tensor, rows: tuple[int, int], columns: tuple[int,
         raise ValueError(f"shard_digest: {matrix.dtype} is not a 16- or 32-bit format")
     integer = _INTEGERS[matrix.element_size()]
     column_ids = torch.arange(columns[0], columns[1], device=matrix.device, dtype=torch.int64)
-    total = 0
+    # int64 wraps, and the host is asked once.
+    total = torch.zeros((), dtype=torch.int64, device=matrix.device)
     step = max(1, _CHUNK // max(1, matrix.shape[1]))
     for start in range(0, matrix.shape[0], step):
         block = matrix[start : start + step].contiguous().view(integer).to(torch.int64)
@@ -65,8 +66,8 @@ def shard_digest(shard: torch.Tensor, rows: tuple[int, int], columns: tuple[int,
             rows[0] + start, rows[0] + start + block.shape[0], device=matrix.device
         )
         place = (row_ids[:, None] << 31) + column_ids[None, :]
-        total += int(_mix(_mix(place * _GOLDEN) + block).sum().item())
-    return total & 0xFFFFFFFFFFFFFFFF
+        total += _mix(_mix(place * _GOLDEN) + block).sum()
+    return int(total.item()) & 0xFFFFFFFFFFFFFFFF
 
 
 def row_digests(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

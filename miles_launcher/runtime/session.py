@@ -222,14 +222,16 @@ class Session:
 
     def digests(self) -> dict[str, str | None]:
         """Weights digests of both sides; `GateClosed` where they differ."""
-        trainer = set(self._on_trainers("weights_digest"))
+        calls = [(role, role.actor.call.remote("weights_digest")) for role in self._trainers]
+        engines = self._engines if self.patched else []
+        calls += [(role, role.actor.weights_digest.remote()) for role in engines]
+        digests = self._cluster.wait(calls)
+        trainer = set(digests[: len(self._trainers)])
         mine = trainer.pop() if len(trainer) == 1 else None
-        if not self.patched:
-            return {"rollout": None, "trainer": mine}
-        engines = self._on_engines("weights_digest")
-        for theirs in engines:
+        found = digests[len(self._trainers) :]
+        for theirs in found:
             check_weights(theirs, mine)
-        return {"rollout": engines[0], "trainer": mine}
+        return {"rollout": found[0] if found else None, "trainer": mine}
 
     def start_rollout_taps(self, keep: str | None = None, fault: str | None = None) -> None:
         """Record the rows of every tap in the engines, from an empty prefix cache on; `keep` names

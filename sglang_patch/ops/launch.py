@@ -21,10 +21,10 @@ def _kind(argument: Any) -> Any:
     """What of an argument can decide which binary runs."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
-    if isinstance(argument, int):
+    if isinstance(argument, int) and type(argument) is not bool:
         # 1 is folded in, multiples of 16 are used for wide loads, and the size is the type's.
         return argument == 1, argument % 16 == 0, -_INT32 <= argument < _INT32
-    if isinstance(argument, float) or argument is None:
+    if isinstance(argument, (bool, float)) or argument is None:
         return type(argument)
     if type(argument) is tuple:
         return tuple(map(_kind, argument))

@@ -69,6 +69,7 @@ def test_the_second_launch_passes_everything_in_the_signatures_order(
         ((aligned(1), aligned(), 48), {}),
         ((aligned(dtype=torch.int32), aligned(), 48), {}),
         ((aligned(), aligned(), 1), {}),
+        ((aligned(), aligned(), True), {}),
         ((aligned(), aligned(), 47), {}),
         ((aligned(), aligned(), 1 << 36), {}),
         ((None, aligned(), 48), {}),
