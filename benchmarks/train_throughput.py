@@ -51,6 +51,7 @@ class Pair:
         overrides = (
             "train.recompute=none",
             f"train.micro_batch_size={sequences}",
+            "train.micro_batch_tokens=0",
             f"run.prompts_per_step={sequences}",
             "run.samples_per_prompt=1",
         )

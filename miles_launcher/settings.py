@@ -69,9 +69,13 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
-    """AdamW and the shape of a training step; `micro_batch_size` counts sequences;
-    `logits_memory_mb` (MiB) is what the logits and what is made of them may take: rows go through
-    the head in chunks, forward and backward; `entropy` reports the policy's mean entropy a step."""
+    """AdamW and the shape of a training step.
+
+    A micro-batch packs at most `micro_batch_size` sequences and `micro_batch_tokens` tokens (0: any
+    number), at least one sequence. No logprob's bit depends on it. `logits_memory_mb` (MiB) is
+    what the logits and what is made of them may take: rows go through the head in chunks, forward
+    and backward. `entropy` reports the policy's mean entropy a step.
+    """
 
     lr: float = 1e-3
     weight_decay: float = 0.0
@@ -79,6 +83,7 @@ class TrainSettings:
     adam_betas: tuple[float, float] = (0.9, 0.95)
     adam_eps: float = 1e-8
     micro_batch_size: int = 4
+    micro_batch_tokens: int = 0
     recompute: str = "none"
     logits_memory_mb: int = 256
     entropy: bool = False
@@ -236,7 +241,13 @@ def _range_problems(settings: Settings) -> list[str]:
             f"rollout.stock_on_policy_target={rollout.stock_on_policy_target!r} is a control of "
             "stock engines: use it with --contract off, or leave it out"
         )
-    if train.micro_batch_size > 0 and run.samples_per_step % train.micro_batch_size:
+    if train.micro_batch_tokens < 0:
+        problems.append(
+            f"train.micro_batch_tokens={train.micro_batch_tokens} must be 0 (micro-batches by the "
+            "number of sequences) or more"
+        )
+    by_sequences = train.micro_batch_size > 0 and train.micro_batch_tokens == 0
+    if by_sequences and run.samples_per_step % train.micro_batch_size:
         problems.append(
             f"train.micro_batch_size={train.micro_batch_size} does not divide the "
             f"{run.prompts_per_step} x {run.samples_per_prompt} = {run.samples_per_step} sequences "

@@ -11,6 +11,7 @@ from rich.table import Table
 from .plan import LaunchPlan
 from .profiles import PROFILES, ModelProfile
 from .schema import CONTRACTS, DEFAULT_CONTRACT, get_contract
+from .settings import TrainSettings
 
 if TYPE_CHECKING:
     from .doctor import Check
@@ -188,11 +189,17 @@ def _training(plan: LaunchPlan) -> list[tuple[str, object]]:
         ("optimizer", f"AdamW, lr {train.lr:g}, betas {betas}, eps {train.adam_eps:g}"),
         ("weight decay", f"{train.weight_decay:g}"),
         ("gradient clip", f"{train.clip_grad:g}"),
-        ("micro batch", f"{train.micro_batch_size} sequences"),
+        ("micro batch", _micro_batch(train)),
         ("recompute", train.recompute),
         ("logits memory", f"{train.logits_memory_mb} MiB"),
         *([("entropy", "its mean, every step")] if train.entropy else []),
     ]
+
+
+def _micro_batch(train: TrainSettings) -> str:
+    if not train.micro_batch_tokens:
+        return f"{train.micro_batch_size} sequences"
+    return f"up to {train.micro_batch_size} sequences and {train.micro_batch_tokens} tokens"
 
 
 def show_contracts() -> None:

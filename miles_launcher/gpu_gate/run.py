@@ -76,6 +76,7 @@ def launch_args(configuration: Configuration, options: GateOptions, out: Path) -
         f"run.max_new_tokens={new_tokens}",
         "run.checkpoint_every=-1",
         f"train.micro_batch_size={micro}",
+        "train.micro_batch_tokens=0",
         f"rollout.num_engines={configuration.num_engines}",
         f"rollout.chunked_prefill_size={sizes.chunk_size if configuration.chunked else -1}",
         *configuration.overrides,

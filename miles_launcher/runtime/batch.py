@@ -37,6 +37,20 @@ class Batch:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def spans(self, sequences: int, tokens: int = 0) -> list[tuple[int, int]]:
+        """Consecutive sequences that share a micro-batch, as half-open ranges: at most `sequences`
+        and `tokens` (0: any number), at least one sequence."""
+        found: list[tuple[int, int]] = []
+        start = held = 0
+        for number, sequence in enumerate(self.tokens):
+            count = number - start
+            full = count == sequences or (tokens > 0 and held + len(sequence) > tokens)
+            if count and full:
+                found.append((start, number))
+                start, held = number, 0
+            held += len(sequence)
+        return [*found, (start, len(self))]
+
     def part(self, which: slice) -> Batch:
         """The batch of some of its sequences."""
         return Batch(

@@ -116,6 +116,7 @@ def rank_config(
         "adam_eps": training.adam_eps,
         "clip_grad": training.clip_grad,
         "micro_batch_size": training.micro_batch_size,
+        "micro_batch_tokens": training.micro_batch_tokens,
         "recompute": training.recompute,
         "logits_memory_bytes": training.logits_memory_mb << 20,
         "entropy": training.entropy,

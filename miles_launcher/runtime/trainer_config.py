@@ -15,10 +15,11 @@ class TrainerRankConfig:
 
     `contract` is a registry name, or `off`: megatron's own layers and a plain log-softmax, the
     control that must not come out exact. `segments` and `rollout_tensor_parallel_size` are the
-    rollout's, and so is `attention`: `fa3` or `triton` on a GPU. `micro_batch_size` is in
-    sequences. `fault` is `LAYER:OP[:RANK[:TOKEN]]`. `megatron` holds further TransformerConfig
-    fields (dtypes and activation as strings) and `model` GPTModel arguments, as the plan rendered
-    them; one that contradicts the others is an error.
+    rollout's, and so is `attention`: `fa3` or `triton` on a GPU. A micro-batch holds at most
+    `micro_batch_size` sequences and `micro_batch_tokens` tokens (0: any number). `fault` is
+    `LAYER:OP[:RANK[:TOKEN]]`. `megatron` holds further TransformerConfig fields (dtypes and
+    activation as strings) and `model` GPTModel arguments, as the plan rendered them; one that
+    contradicts the others is an error.
     """
 
     rank: int = 0
@@ -61,6 +62,7 @@ class TrainerRankConfig:
     clip_grad: float = 1.0
 
     micro_batch_size: int = 8
+    micro_batch_tokens: int = 0
     recompute: Literal["none", "full"] = "none"
     logits_memory_bytes: int = 256 << 20
     entropy: bool = False
@@ -87,6 +89,8 @@ class TrainerRankConfig:
             )
         if self.micro_batch_size < 1:
             wrong.append(f"micro_batch_size={self.micro_batch_size} must be at least 1")
+        if self.micro_batch_tokens < 0:
+            wrong.append(f"micro_batch_tokens={self.micro_batch_tokens} must not be negative")
         if self.clip_grad <= 0:
             wrong.append(f"clip_grad={self.clip_grad} must be positive (use a large one for none)")
         if self.contract != CONTRACT_OFF and (self.device == "cpu") != (

@@ -29,6 +29,7 @@ class PolicySteps:
         self.model, self.config, self.device = model, config, device
         self.context = RankGroup.of(parallel_state.get_context_parallel_group())
         self.sequences_per_micro_batch = config.micro_batch_size
+        self.tokens_per_micro_batch = config.micro_batch_tokens
 
     def logprobs(self, batch: MicroBatch) -> torch.Tensor:
         """[rows] fp32 on the last stage, what the next stage needs elsewhere."""
@@ -39,19 +40,23 @@ class PolicySteps:
     def micro_batches(
         self, batch: Batch, temperature: float, sequences: int | None = None
     ) -> list[MicroBatch]:
-        """The batch as this context-parallel rank's micro-batches, in order."""
-        step = sequences or self.sequences_per_micro_batch
+        """The batch as this context-parallel rank's micro-batches, in order. sequences: how many
+        each, where not as configured."""
+        if sequences is None:
+            spans = batch.spans(self.sequences_per_micro_batch, self.tokens_per_micro_batch)
+        else:
+            spans = batch.spans(sequences)
         return [
             pack(
-                batch.tokens[i : i + step],
-                batch.prompt_lengths[i : i + step],
+                batch.tokens[start:stop],
+                batch.prompt_lengths[start:stop],
                 temperature=temperature,
                 device=self.device,
                 cp_size=self.context.size,
                 cp_rank=self.context.rank,
-                first_sequence=i,
+                first_sequence=start,
             )
-            for i in range(0, len(batch), step)
+            for start, stop in spans
         ]
 
     def _schedule(
@@ -180,7 +185,7 @@ class StockSteps(PolicySteps):
     def __init__(self, model: Any, config: TrainerRankConfig, device: torch.device) -> None:
         super().__init__(model, config, device)
         # The local attention layer of megatron takes no packed sequences.
-        self.sequences_per_micro_batch = 1
+        self.sequences_per_micro_batch, self.tokens_per_micro_batch = 1, 0
 
     def logprobs(self, batch: MicroBatch) -> torch.Tensor:
         out = self.model(

@@ -155,3 +155,8 @@ def test_scores_do_not_depend_on_the_micro_batch(ranks, model_folder) -> None:
     for size in (1, 2, 6):
         result = run(ranks, model_folder, "small", (1, 1, 1), micro_batch_size=size)[0]
         assert np.array_equal(bits(result["scores"]), wanted), size
+    longest = max(map(len, batch_for("small").tokens))
+    for tokens in (1, longest + 1):
+        options = {"micro_batch_size": 64, "micro_batch_tokens": tokens}
+        result = run(ranks, model_folder, "small", (1, 1, 1), **options)[0]
+        assert np.array_equal(bits(result["scores"]), wanted), tokens

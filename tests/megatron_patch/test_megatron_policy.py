@@ -197,3 +197,33 @@ def test_trainer_errors_before_and_during_a_step(ranks, model_folder) -> None:
     assert "must be finite" in messages["nan"]
     assert "contradict the run: num_layers=9" in messages["megatron"]
     assert "no context parallelism" in messages["off with cp"]
+
+
+@pytest.mark.parametrize(
+    ("sequences", "tokens", "wanted"),
+    [
+        (2, 0, [(0, 2), (2, 4), (4, 5)]),
+        (8, 0, [(0, 5)]),
+        (1, 0, [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]),
+        (8, 6, [(0, 2), (2, 3), (3, 5)]),
+        # A sequence longer than the limit has a micro-batch of its own.
+        (8, 1, [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]),
+        (8, 5, [(0, 2), (2, 3), (3, 5)]),
+        (8, 4, [(0, 1), (1, 2), (2, 3), (3, 5)]),
+        (2, 100, [(0, 2), (2, 4), (4, 5)]),
+        (8, 19, [(0, 5)]),
+        (8, 18, [(0, 4), (4, 5)]),
+    ],
+)
+def test_micro_batches_hold_at_most_their_sequences_and_tokens(
+    sequences: int, tokens: int, wanted: list[tuple[int, int]]
+) -> None:
+    lengths = [3, 2, 10, 1, 3]
+    batch = Batch(
+        tokens=[[1] * length for length in lengths],
+        prompt_lengths=[1] * len(lengths),
+        response_lengths=[length - 1 for length in lengths],
+    )
+    spans = batch.spans(sequences, tokens)
+    assert spans == wanted
+    assert [i for start, stop in spans for i in range(start, stop)] == list(range(len(lengths)))

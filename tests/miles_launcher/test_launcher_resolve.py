@@ -104,6 +104,7 @@ def test_given_twice(plan_for: Any) -> None:
         ("run.logprob_source=guess", "run.logprob_source='guess': choose from decode"),
         ("run.steps=0", "run.steps=0 must be positive"),
         ("run.prompts_per_step=-1", "run.prompts_per_step=-1 must be positive"),
+        ("train.micro_batch_tokens=-1", "micro_batch_tokens=-1 must be 0"),
         ("train.micro_batch_size=5", "micro_batch_size=5 does not divide the 4 x 4 = 16 seq"),
         ("train.lr=-1", "train.lr=-1.0 must be a finite number"),
         ("train.lr=nan", "train.lr=nan must be a finite number"),
