@@ -168,6 +168,13 @@ def test_faults_refused(text: str, complaint: str) -> None:
         parse_fault(text, 4)
 
 
+def test_entropy_is_asked_of_layers_that_have_it(plan_for: Any) -> None:
+    assert not plan_for().training.entropy
+    assert plan_for(overrides=("train.entropy=true",)).training.entropy
+    with pytest.raises(ValueError, match="train.entropy=true with contract off"):
+        plan_for(overrides=("train.entropy=true",), contract="off")
+
+
 def test_fault_reaches_the_side_that_is_named(plan_for: Any) -> None:
     rollout = plan_for(inject_fault="rollout:1:rope")
     assert rollout.rollout.engine_kwargs["true_on_policy_fault"] == "1:rope"
