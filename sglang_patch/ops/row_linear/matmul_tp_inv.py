@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from ...schema.reduction import run_length
-from ..formats import eager_on_gpu, require
+from ..formats import NAMESPACE, eager_on_gpu, require
 from . import reference
 
 _NAME: Final = "matmul_tp_inv"
@@ -91,13 +91,9 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ..
     return tuple(gradients)
 
 
-def _define() -> None:
-    """Register the op, unless another package of this process (the vendored twin, or an SGLang
-    that brings its own) did: the contract gives both the same bits."""
-    if hasattr(torch.ops.tp_inv_ops, _NAME):
-        return
+def _define(namespace: str) -> Any:
     op = torch.library.custom_op(
-        f"tp_inv_ops::{_NAME}",
+        f"{namespace}::{_NAME}",
         _forward,
         mutates_args=(),
         device_types=("cpu", "cuda"),
@@ -105,9 +101,15 @@ def _define() -> None:
     )
     op.register_fake(_fake)
     op.register_autograd(_backward, setup_context=_setup_context)
+    return op
 
 
-_define()
+# Under this package's own name always: `matmul_tp_inv` below must never run another's text.
+_own = _define(NAMESPACE)
+# Under the published name unless another package of this process (the vendored twin, or an SGLang
+# that brings its own) has it: then that one stays there.
+if not hasattr(torch.ops.tp_inv_ops, _NAME):
+    _define("tp_inv_ops")
 
 
 def matmul_tp_inv(
@@ -128,5 +130,5 @@ def matmul_tp_inv(
     )
     if eager_on_gpu(a) and not learnt:
         return _forward(a, b, bias)
-    out: torch.Tensor = torch.ops.tp_inv_ops.matmul_tp_inv(a, b, bias)
+    out: torch.Tensor = _own(a, b, bias)
     return out

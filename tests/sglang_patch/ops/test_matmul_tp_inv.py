@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,6 +14,7 @@ from miles_launcher.conformance.oracle import products
 from sglang_patch.ops import matmul_tp_inv, row_linear
 from sglang_patch.schema.reduction import row_reduction
 
+ROOT = Path(__file__).parents[3]
 BF16 = torch.bfloat16
 V1 = "qwen3_dense_true_on_policy_v1"
 TILES = (1, 2, 3, 4, 6, 7, 8, 12, 16, 19, 24, 32, 37, 38, 40, 48, 64, 76, 100, 148)
@@ -152,3 +157,21 @@ def test_refusals_carry_the_numbers() -> None:
     for message, call in cases.items():
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def test_another_packages_op_of_the_published_name_is_never_ours() -> None:
+    """Whoever took `tp_inv_ops` first keeps it; the function still runs this package's text."""
+    code = """
+import torch
+library = torch.library.Library("tp_inv_ops", "DEF")
+library.define("matmul_tp_inv(Tensor a, Tensor b, Tensor? bias=None) -> Tensor")
+library.impl("matmul_tp_inv", lambda a, b, bias=None: torch.full((2, 3), 7.0), "CPU")
+from sglang_patch.ops import matmul_tp_inv
+a, b = torch.ones(2, 128).bfloat16(), torch.ones(128, 3).bfloat16()
+assert (torch.ops.tp_inv_ops.matmul_tp_inv(a, b) == 7.0).all()
+for x in (a, a.clone().requires_grad_()):
+    assert (matmul_tp_inv(x, b) == 128.0).all()
+"""
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
