@@ -229,6 +229,54 @@ def logprobs(document: Document) -> str:
     return grid(header, lines, text_columns=2)
 
 
+def engine_throughput(document: Document) -> str:
+    """Tokens a second of each engine, and the contract's over the others' (target 0.90)."""
+    variants = _distinct(document, "variant")
+    others = [variant for variant in variants if variant != "contract"]
+    lines = []
+    for found in document["ratios"]:
+        place = {key: found[key] for key in ("what", "batch", "prompt_tokens")}
+        cells = [_only(document, variant=variant, **place) for variant in variants]
+        speeds = [f"{row['tokens_per_s']:.0f}" if row else "" for row in cells]
+        shares = [_share(found.get(f"over_{other}")) for other in others]
+        lines.append([f"{found['what']}, {found['batch']} x {found['prompt_tokens']}"])
+        lines[-1] += [*speeds, *shares]
+    return grid(["tokens a second", *variants, *(f"over {other}" for other in others)], lines)
+
+
+def train_throughput(document: Document) -> str:
+    """Milliseconds of each trainer, and the contract's speed over the others' (target 0.90)."""
+    variants = _distinct(document, "variant")
+    others = [variant for variant in variants if variant != "contract"]
+    lines = []
+    for found in document["ratios"]:
+        cells = [_only(document, what=found["what"], variant=variant) for variant in variants]
+        lines.append([found["what"].replace("_", " and ")])
+        lines[-1] += [f"{row['ms']:.1f}" if row else "" for row in cells]
+        lines[-1] += [_share(found.get(f"over_{other}")) for other in others]
+    header = ["ms", *variants, *(f"over {other.replace('_', ', ')}" for other in others)]
+    return grid(header, lines)
+
+
+def _share(value: float | None, target: float = 0.9) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2f}" if value >= target else f"**{value:.2f}**"
+
+
+def steps(document: Document) -> str:
+    """Seconds of each phase of the gate's training steps."""
+    (entry,) = [e for e in document["configurations"] if e["name"] == "tp1:training"]
+    found = entry["facts"]["steps"]
+    phases = list(found[0]["seconds"])
+    lines = [
+        [str(number), *(f"{step['seconds'][phase]:.2f}" for phase in phases)]
+        for number, step in enumerate(found)
+    ]
+    header = ["step", *(phase.replace("_", " ") for phase in phases)]
+    return grid(header, lines, text_columns=0)
+
+
 TABLES: Final[Mapping[str, Callable[[Document], str]]] = {
     "row_linear": row_linear,
     "segments": segments,
@@ -242,6 +290,9 @@ TABLES: Final[Mapping[str, Callable[[Document], str]]] = {
     "elementwise_bandwidth": elementwise_bandwidth,
     "elementwise_stock": elementwise_stock,
     "elementwise_launches": elementwise_launches,
+    "engine_throughput": engine_throughput,
+    "train_throughput": train_throughput,
+    "steps": steps,
 }
 
 
