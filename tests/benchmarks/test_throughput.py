@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks import tables
 from benchmarks.engine_throughput import VARIANTS, plan_of
 from benchmarks.engine_worker import kernel_table
 
@@ -34,3 +35,25 @@ def test_a_kernel_table_adds_the_calls_of_its_kind() -> None:
         ("a", 4.0, 2, 0.4),
     ]
     assert kernel_table(events, ("gpu_memcpy",)) == []
+
+
+def test_the_engines_table_shows_a_missed_target() -> None:
+    place = {"what": "decode", "batch": 16, "prompt_tokens": 128}
+    rows = [
+        {**place, "variant": "contract", "tokens_per_s": 890.0},
+        {**place, "variant": "stock", "tokens_per_s": 1000.4},
+        {**place, "variant": "deterministic", "tokens_per_s": 700.0},
+    ]
+    ratios = [{**place, "over_stock": 0.8896, "over_deterministic": 1.2714}]
+    text = tables.engine_throughput({"rows": rows, "ratios": ratios})
+    assert text.endswith("| decode, 16 x 128 | 890 | 1000 | 700 | **0.89** | 1.27 |\n")
+
+
+def test_a_ratio_that_rounds_up_to_the_target_still_misses_it() -> None:
+    rows = [
+        {"what": "forward_backward", "variant": "contract", "ms": 100.0},
+        {"what": "forward_backward", "variant": "stock", "ms": 89.96},
+    ]
+    document = {"rows": rows, "ratios": [{"what": "forward_backward", "over_stock": 0.8996}]}
+    line = tables.train_throughput(document).splitlines()[-1]
+    assert line == "| forward and backward | 100.0 | 90.0 | **0.90** |"
