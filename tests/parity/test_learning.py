@@ -6,7 +6,7 @@ from pathlib import Path
 
 from harness import assert_exact, run_miles
 
-STEPS = 30
+STEPS = 20
 
 
 def test_reward_rises_while_every_step_is_exact(tmp_path: Path) -> None:
