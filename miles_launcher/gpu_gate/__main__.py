@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import signal
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from ..devices import visible_gpus
 from .configurations import ALL, select
 from .machine import device_name
 from .results import INDEX_FILE
-from .run import INTERRUPTED, NOT_RUN, Gate, GateOptions, table
+from .run import EXACT, INTERRUPTED, NOT_RUN, Gate, GateOptions, table
 from .sizes import FULL, SMALL
 
 
@@ -41,7 +42,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="in this order")
     parser.add_argument("--groups", nargs="+", default=[], metavar="NAME", help="only these")
     parser.add_argument("--out", type=Path, help="where the results go, and come from")
-    parser.add_argument("--scratch", type=Path, help="where the runs' plans and logs go")
+    parser.add_argument(
+        "--scratch",
+        type=Path,
+        help="where the runs' plans and logs go and stay; without it a temporary folder, which "
+        "is removed after a green run",
+    )
     parser.add_argument("--seconds", type=float, help="the whole budget; no start without time")
     parser.add_argument("--min-tokens", type=int, help="that a group compares; at least 1")
     parser.add_argument(
@@ -98,6 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     # `timeout` and a scheduler's end are as Ctrl-C: processes ended, the index written.
     signal.signal(signal.SIGTERM, _interrupt)
     gate = Gate(gate_options, chosen, say=lambda text: print(text, flush=True))
+    code = INTERRUPTED
     try:
         if options.collect:
             code = gate.collect()
@@ -108,7 +115,13 @@ def main(arguments: list[str] | None = None) -> int:
         return INTERRUPTED
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
-        return NOT_RUN
+        code = NOT_RUN
+        return code
+    finally:
+        if options.scratch is None and (options.collect or code in (EXACT, NOT_RUN)):
+            shutil.rmtree(gate_options.scratch)
+        else:
+            print(f"plans and logs of the runs: {gate_options.scratch}", flush=True)
     index = json.loads((gate_options.out / INDEX_FILE).read_text(encoding="utf-8"))
     print(table(index["configurations"]))
     for check in index["checks"]:
