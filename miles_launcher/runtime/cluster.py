@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from .memory import alive
 _OBJECT_STORE_BYTES = 256 << 20
 _POLL_SECONDS = 2.0
 _CONNECT_SECONDS = 10.0
+_SOCKET_PATH_BYTES = 107
 
 
 class ProcessDied(Exception):
@@ -59,6 +61,7 @@ class Cluster:
     def __enter__(self) -> Cluster:
         import ray
 
+        _check_temporary_folder()
         # Ray warns, or worse hides devices from processes that reserve none; the roles are given
         # theirs by name in the environment.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -75,14 +78,21 @@ class Cluster:
                     f"{error.__cause__ or error}"
                 ) from error
         else:
-            ray.init(
-                address="local",
-                num_cpus=max(os.cpu_count() or 1, self._bundles()),
-                num_gpus=self._num_gpus if self._device == "cuda" else 0,
-                include_dashboard=False,
-                object_store_memory=_OBJECT_STORE_BYTES if self._device == "cpu" else None,
-                **options,
-            )
+            try:
+                ray.init(
+                    address="local",
+                    num_cpus=max(os.cpu_count() or 1, self._bundles()),
+                    num_gpus=self._num_gpus if self._device == "cuda" else 0,
+                    include_dashboard=False,
+                    object_store_memory=_OBJECT_STORE_BYTES if self._device == "cpu" else None,
+                    **options,
+                )
+            except OSError as error:
+                folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+                raise ValueError(
+                    f"Ray cannot keep its session in {folder}: {error}. Name a short folder that "
+                    "can be written to: export TMPDIR=/tmp, or RAY_TMPDIR for Ray alone"
+                ) from error
         return self
 
     def _bundles(self) -> int:
@@ -234,6 +244,18 @@ class Cluster:
             remove_placement_group(self._group)
         ray.shutdown()
         end_processes([pid for role in self.roles for pid in role.pids])
+
+
+def _check_temporary_folder() -> None:
+    """Handles to shared weights pass through sockets of `multiprocessing` in the temporary folder;
+    a scheduler's TMPDIR is often too long for one, which would show in the first sync only."""
+    folder = tempfile.gettempdir()
+    length = len(os.fsencode(f"{folder}/pymp-12345678/listener-12345678"))
+    if length > _SOCKET_PATH_BYTES:
+        raise ValueError(
+            f"TMPDIR {folder}: the path of a socket in it would have {length} bytes, at most "
+            f"{_SOCKET_PATH_BYTES} are possible; name a shorter folder: export TMPDIR=/tmp"
+        )
 
 
 def _check_reachable(address: str) -> None:

@@ -1,14 +1,16 @@
-"""`RAY_ADDRESS`: a run joins a cluster that is there already, and leaves it as it was."""
+"""A run joins a cluster that is there already, and leaves it as it was; or says why it cannot."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from harness import SMALL, assert_exact, run_miles
 
 # Ends, with all its processes, when its standard input closes.
@@ -50,6 +52,21 @@ def test_a_cluster_that_cannot_be_joined_is_a_clear_error(tmp_path: Path) -> Non
     )
     assert ended.returncode == 2, ended.explain()
     assert "RAY_ADDRESS=127.0.0.1:1: nothing answers" in ended.output
+    assert ended.report is not None and ended.report["ended"] == "configuration"
+
+
+@pytest.mark.parametrize(("length", "who"), [(50, "RAY_TMPDIR"), (90, "a socket in it")])
+def test_a_temporary_folder_too_long_for_sockets_is_a_clear_error(
+    length: int, who: str, tmp_path: Path
+) -> None:
+    """Ray's sockets have longer names than those that weights pass through."""
+    with tempfile.TemporaryDirectory(prefix="t") as short:
+        folder = Path(short) / ("x" * (length - len(short) - 1))
+        folder.mkdir()
+        ended = run_miles("parity", "qwen3-tiny", out=tmp_path / "run", env={"TMPDIR": str(folder)})
+    assert ended.returncode == 2, ended.explain()
+    assert f"{folder}" in ended.output and who in ended.output
+    assert "export TMPDIR=/tmp" in ended.output and "Traceback" not in ended.output
     assert ended.report is not None and ended.report["ended"] == "configuration"
 
 
